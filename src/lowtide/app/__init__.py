@@ -1,0 +1,1 @@
+"""The application around the library: models, data and training."""

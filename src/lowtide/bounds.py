@@ -1,0 +1,106 @@
+"""From what a user says about error ("0.4 std", 0.01) to an absolute bound for the tensor at hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lowtide.errors import BoundError, UnknownNameError
+from lowtide.records import Bound, Need
+
+UNITS = ("absolute", "std", "range", "absmax")
+
+
+class BoundSource(Protocol):
+    """Anything that can state a bound for a tensor."""
+
+    def resolve(self, x: Tensor, need: Need) -> Bound: ...
+
+    def __str__(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class BoundRule:
+    """A bound as a multiple of a unit: of 1 (absolute), or of a statistic of the tensor itself.
+
+    ``std`` is the standard deviation of the finite non-zero values, ``range`` their maximum minus minimum, ``absmax``
+    their largest magnitude: each per tensor, per channel or per row, as the op that reads the tensor needs it.
+    """
+
+    value: float
+    unit: str = "absolute"
+
+    def __post_init__(self) -> None:
+        if self.unit not in UNITS:
+            raise UnknownNameError("unit of a bound", self.unit, UNITS)
+        if not (math.isfinite(self.value) and self.value > 0):
+            raise BoundError(f"bound must be finite and greater than zero, got {self.value!r}")
+
+    @classmethod
+    def parse(cls, text: float | str | Mapping[str, Any] | BoundRule) -> BoundRule:
+        """``0.01`` or ``"0.01"`` (absolute), ``"0.4 std"``, ``{"std": 0.4}``."""
+        if isinstance(text, BoundRule):
+            return text
+        if isinstance(text, Mapping):
+            if len(text) != 1:
+                raise BoundError(f"a bound has one unit, as in {{'std': 0.4}}; got {dict(text)}")
+            unit, value = next(iter(text.items()))
+        else:
+            value, _, unit = str(text).strip().partition(" ")
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise BoundError(
+                f"cannot read {text!r} as a bound; write a number, or one with a unit: '0.4 std'"
+            ) from None
+        return cls(number, unit.strip() or "absolute")
+
+    def resolve(self, x: Tensor, need: Need) -> Bound:
+        axes = need.axes(x.dim())
+        if self.unit == "absolute":
+            sizes = [x.shape[axis] for axis in axes]
+            return Bound(torch.full(sizes, self.value, dtype=torch.float64, device=x.device), axes)
+        value = _STATISTICS[self.unit](x, axes).double() * self.value
+        return Bound(torch.where(value.isfinite(), value, 0), axes)
+
+    def __str__(self) -> str:
+        return f"{self.value:g}" if self.unit == "absolute" else f"{self.value:g} {self.unit}"
+
+
+def _masked(x: Tensor, axes: tuple[int, ...]) -> tuple[Tensor, Tensor, list[int]]:
+    """Values in a working precision with zeros in place of what does not count, the mask, the axes to reduce."""
+    mask = x.isfinite() & (x != 0)
+    work = x.to(torch.promote_types(x.dtype, torch.float32))
+    return torch.where(mask, work, 0), mask, [axis for axis in range(x.dim()) if axis not in axes]
+
+
+def _std(x: Tensor, axes: tuple[int, ...]) -> Tensor:
+    values, mask, over = _masked(x, axes)
+    if not over:
+        return torch.zeros_like(values)
+    count = mask.sum(over, keepdim=True).clamp(min=1)
+    mean = values.sum(over, keepdim=True) / count
+    spread = torch.where(mask, values - mean, 0).square_().sum(over, keepdim=True) / count
+    return spread.sqrt().squeeze(over)
+
+
+def _range(x: Tensor, axes: tuple[int, ...]) -> Tensor:
+    values, _, over = _masked(x, axes)
+    if not over or not x.numel():
+        return values.new_zeros([x.shape[axis] for axis in axes])
+    return values.amax(over) - values.amin(over)
+
+
+def _absmax(x: Tensor, axes: tuple[int, ...]) -> Tensor:
+    values, _, over = _masked(x, axes)
+    if not over:
+        return values.abs()
+    return values.abs().amax(over) if x.numel() else values.new_zeros([x.shape[axis] for axis in axes])
+
+
+_STATISTICS = {"std": _std, "range": _range, "absmax": _absmax}

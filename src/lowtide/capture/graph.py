@@ -1,0 +1,69 @@
+"""Find out which op saved what, from the autograd graph itself.
+
+A pack hook is not told the op it runs for. But the graph knows: every node exposes what it saved, and for a tensor
+that went through our hook that is our own handle. So a save is held back until a later save (or the module's output)
+leads to its node, which is one op later as a rule; then the node says its name, its field and its scalars.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+
+H = TypeVar("H")
+
+
+def next_sequence_nr() -> int:
+    """The number that the next node of this thread will have; nodes made from here on have at least this one."""
+    return int(torch.autograd._get_sequence_nr())
+
+
+@cache
+def saved_fields(node_type: type) -> tuple[str, ...]:
+    prefix = "_raw_saved_"
+    return tuple(name.removeprefix(prefix) for name in dir(node_type) if name.startswith(prefix))
+
+
+def handles_of(node: Any, handle_type: type[H]) -> dict[str, H]:
+    """What ``node`` saved through our hooks, by field (``tensors[0]`` for the fields that are lists)."""
+    found: dict[str, H] = {}
+    node_type: type = type(node)
+    for field in saved_fields(node_type):
+        raw = getattr(node, f"_raw_saved_{field}")
+        many = isinstance(raw, list | tuple)
+        for index, item in enumerate(raw if many else (raw,)):
+            data = item.data if item is not None else None
+            if type(data) is handle_type:
+                found[f"{field}[{index}]" if many else field] = data
+    return found
+
+
+class Walker:
+    """Visits each node of one forward's graph once, as later tensors make it reachable."""
+
+    def __init__(self) -> None:
+        self._start = next_sequence_nr()
+        self._seen: set[int] = set()
+
+    def visit(self, roots: Iterable[Any], *, building: bool) -> Iterator[Any]:
+        """Nodes reachable from ``roots`` that were made in this forward and not visited before.
+
+        ``building`` says that a node is under construction: the newest one, whose fields are not all filled yet, is
+        passed over without being marked.
+        """
+        newest = next_sequence_nr() - 1 if building else -1
+        stack = [root for root in roots if root is not None]
+        while stack:
+            node = stack.pop()
+            if type(node).__name__ == "AccumulateGrad":
+                continue
+            number = node._sequence_nr()
+            if number < self._start or number in self._seen:
+                continue
+            if number != newest:
+                self._seen.add(number)
+                yield node
+            stack.extend(edge[0] for edge in node.next_functions if edge[0] is not None)

@@ -1,0 +1,176 @@
+"""What the graph owns instead of a saved tensor, and how copies of one tensor find each other."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lowtide.coding import layout
+from lowtide.errors import ModifiedError
+from lowtide.ledger import Lease, Ledger
+from lowtide.records import Need, Site, TensorSpec
+
+
+class Kept(Protocol):
+    """The form in which a save waits for backward."""
+
+    def restore(self, handle: Handle) -> Tensor: ...
+
+
+class Alias:
+    """The tensor itself, detached; as in stock autograd, changing it in place before backward is an error."""
+
+    __slots__ = ("_lease", "_tensor", "_version")
+
+    def __init__(self, tensor: Tensor, version: int, lease: Lease | None) -> None:
+        self._tensor, self._version, self._lease = tensor, version, lease
+
+    def restore(self, handle: Handle) -> Tensor:
+        if self._tensor._version != self._version:
+            raise ModifiedError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"tensor of shape {tuple(self._tensor.shape)} saved at {handle.name} is at version "
+                f"{self._tensor._version}; expected version {self._version} instead. Hint: clone it before the change"
+            )
+        return self._tensor
+
+
+class Recast:
+    """A cast of a parameter, made again from the parameter when backward asks for it."""
+
+    __slots__ = ("_dtype", "_geometry", "_parameter", "_version")
+
+    def __init__(self, parameter: Tensor, cast: Tensor) -> None:
+        self._parameter = parameter
+        self._version = parameter._version
+        self._dtype = cast.dtype
+        self._geometry = tuple(cast.shape), tuple(cast.stride()), cast.storage_offset()
+
+    @staticmethod
+    def fits(parameter: Tensor, cast: Tensor) -> bool:
+        """Whether casting the parameter again gives a storage laid out like the one ``cast`` views."""
+        return (
+            layout.is_dense(tuple(parameter.shape), tuple(parameter.stride()))
+            and cast.untyped_storage().nbytes() == parameter.numel() * cast.element_size()
+        )
+
+    def restore(self, handle: Handle) -> Tensor:
+        if self._parameter._version != self._version:
+            raise ModifiedError(
+                f"the parameter of shape {tuple(self._parameter.shape)} whose {self._dtype} cast was saved at "
+                f"{handle.name} has changed since forward, so the cast cannot be made again. Run backward before the "
+                "optimizer's step, or attach with recast=False to keep casts"
+            )
+        shape, stride, offset = self._geometry
+        return self._parameter.detach().to(self._dtype).as_strided(shape, stride, offset)
+
+
+class StorageRecord:
+    """One storage that saved tensors refer to. Holding it weakly keeps its address from being handed out again."""
+
+    __slots__ = ("__weakref__", "_kept", "_raw", "cdata", "nbytes", "unclaimed")
+
+    def __init__(self, tensor: Tensor, ledger: Ledger) -> None:
+        storage = tensor.untyped_storage()
+        self._raw: tuple[StorageWeakRef, Lease] = (StorageWeakRef(storage), Lease(ledger, "raw", storage.nbytes()))
+        self._kept: weakref.ref[Lease] | None = None
+        self.cdata = self._raw[0].cdata
+        self.nbytes = storage.nbytes()
+        self.unclaimed = self.nbytes  # raw bytes not yet attributed to a site
+
+    def claim(self) -> int:
+        """The storage's bytes for the first site that asks, nothing for the others."""
+        nbytes, self.unclaimed = self.unclaimed, 0
+        return nbytes
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether some save holds the storage as it is, so that another costs nothing."""
+        return self._kept is not None and self._kept() is not None
+
+    def keep(self, ledger: Ledger) -> tuple[Lease, int]:
+        """A lease on the storage held as it is, shared by all who keep it, and the bytes that this call added."""
+        lease = self._kept() if self._kept is not None else None
+        if lease is not None:
+            return lease, 0
+        lease = Lease(ledger, "held", self.nbytes)
+        self._kept = weakref.ref(lease)
+        return lease, self.nbytes
+
+
+class Entry:
+    """One tensor (a stretch of a storage at one version), however many ops saved it."""
+
+    __slots__ = ("__weakref__", "payloads", "raw", "record", "version", "waiting")
+
+    def __init__(self, record: StorageRecord, version: int) -> None:
+        self.record = record
+        self.version = version
+        self.raw: Tensor | None = None
+        self.waiting: list[weakref.ref[Handle]] = []
+        self.payloads: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
+
+    def take_waiting(self) -> list[Handle]:
+        handles = [handle for handle in (ref() for ref in self.waiting) if handle is not None]
+        self.waiting = []
+        return handles
+
+
+class Handle:
+    """What a pack hook returns: owned by the graph, freed with it. It never holds a tensor that has a graph."""
+
+    __slots__ = ("__weakref__", "call_path", "entry", "is_leaf", "kept", "module", "need", "site", "spec")
+
+    def __init__(self, spec: TensorSpec, path: str, module: str, is_leaf: bool) -> None:
+        self.spec = spec
+        self.call_path = path
+        self.module = module
+        self.is_leaf = is_leaf
+        self.entry: Entry | None = None
+        self.kept: Kept | None = None
+        self.site: Site | None = None
+        self.need: Need | None = None
+
+    @property
+    def name(self) -> str:
+        return self.site.name if self.site is not None else (self.call_path or "(model)")
+
+    def restore(self) -> Tensor:
+        """The tensor for backward; the pending raw tensor if its op is not known yet."""
+        if self.kept is not None:
+            return self.kept.restore(self)
+        assert self.entry is not None and self.entry.raw is not None, "an unsettled entry holds its tensor"
+        tensor = Alias(self.entry.raw, self.entry.version, None).restore(self)
+        if not layout.is_dense(self.spec.shape, self.spec.stride):
+            return tensor
+        return tensor.as_strided(self.spec.shape, self.spec.stride, tensor.storage_offset())
+
+
+class Deduplicator:
+    """Finds the entry of a tensor that is saved again. Keys die with their entries, so no address is ever mistaken."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._records: weakref.WeakValueDictionary[int, StorageRecord] = weakref.WeakValueDictionary()
+        self._entries: weakref.WeakValueDictionary[tuple[Any, ...], Entry] = weakref.WeakValueDictionary()
+
+    def record(self, tensor: Tensor) -> StorageRecord:
+        cdata = tensor.untyped_storage()._cdata
+        record = self._records.get(cdata)
+        if record is None:
+            record = self._records[cdata] = StorageRecord(tensor, self._ledger)
+        return record
+
+    def entry(self, tensor: Tensor, version: int) -> Entry:
+        """The entry for the memory that ``tensor`` covers: dense views of one stretch share it whatever their shape."""
+        record = self.record(tensor)
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        geometry = tensor.numel() if layout.is_dense(shape, stride) else (shape, stride)
+        key = (record.cdata, tensor.storage_offset(), geometry, tensor.dtype, version)
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = Entry(record, version)
+        return entry

@@ -1,0 +1,51 @@
+"""Counter-based dither: element i of stream ``seed`` always gets the same offset, on every device, with no RNG state.
+
+One 32-bit hash serves four neighbouring elements, a byte each. The offset is u = (byte + 0.5) / 256 - 0.5, an odd
+multiple of 1/512 in (-1/2, 1/2): never zero, symmetric about zero, exact in every float type that computes with it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_MASK32 = 0xFFFFFFFF
+_MASK64 = 0xFFFFFFFFFFFFFFFF
+
+
+def mix64(*words: int) -> int:
+    """A 64-bit hash of integers (splitmix64 over each): seeds for sites, steps and calls."""
+    state = 0
+    for word in words:
+        state = (state ^ (word & _MASK64)) + 0x9E3779B97F4A7C15 & _MASK64
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK64
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK64
+        state ^= state >> 31
+    return state
+
+
+def offsets(seed: int, start: int, stop: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Dither for elements [start, stop) of stream ``seed``; ``start`` is a multiple of four."""
+    assert start % 4 == 0, "slabs start on a hash word"
+    low, high = _signed32(seed), _signed32(seed >> 32)
+    word = torch.arange(start // 4, -(-stop // 4), device=device).to(torch.int32)
+    word = word + low
+    word = word ^ _shift_right(word, 16)
+    word = word * _signed32(0x7FEB352D)
+    word = word ^ high
+    word = word ^ _shift_right(word, 15)
+    word = word * _signed32(0x846CA68B)
+    word = word ^ _shift_right(word, 16)
+    shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=device)
+    lanes = (word.unsqueeze(1) >> shifts) & 0xFF
+    return (lanes.flatten()[: stop - start].to(dtype) - 127.5) * (1.0 / 256.0)
+
+
+def _signed32(value: int) -> int:
+    value &= _MASK32
+    return value - (1 << 32) if value >> 31 else value
+
+
+def _shift_right(word: Tensor, bits: int) -> Tensor:
+    """Logical shift of int32 (torch shifts arithmetically)."""
+    return (word >> bits) & ((1 << (32 - bits)) - 1)

@@ -1,0 +1,71 @@
+"""Memory order: a dense tensor is coded in the order its elements lie in memory, whatever its strides."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from lowtide.errors import LayoutError
+from lowtide.records import TensorSpec
+
+
+@lru_cache(maxsize=4096)
+def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether the elements fill a stretch of memory with no gap and no overlap, in some order of the axes."""
+    expected = 1
+    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1):
+        if size == 0:
+            return True
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def memory_view(x: Tensor) -> Tensor:
+    """The elements of a dense tensor as one row, in memory order, without a copy."""
+    if not is_dense(tuple(x.shape), tuple(x.stride())):
+        raise LayoutError(
+            f"tensor of shape {tuple(x.shape)} and strides {tuple(x.stride())} overlaps or has gaps; "
+            "code x.clone() (which packs it) or keep it"
+        )
+    return x.as_strided((x.numel(),), (1,), x.storage_offset())
+
+
+def dense_spec(x: Tensor) -> TensorSpec:
+    """The spec of ``x`` packed: its own strides if it is dense, else dense strides in the same order of axes."""
+    if is_dense(tuple(x.shape), tuple(x.stride())):
+        return TensorSpec.of(x)
+    packed = torch.empty_like(x, device="meta")
+    return TensorSpec(tuple(x.shape), tuple(packed.stride()), x.dtype, x.device)
+
+
+def restore(flat: Tensor, spec: TensorSpec) -> Tensor:
+    """A row in memory order back to the shape and strides it had."""
+    return flat.as_strided(spec.shape, spec.stride, 0)
+
+
+def index_terms(spec: TensorSpec, axes: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
+    """How element i in memory order finds its entry in a table over ``axes``.
+
+    Terms (divide, modulo, times): entry = sum of ((i // divide) % modulo) * times. In a dense layout the coordinate
+    along an axis is (i // stride) % size, and the table is contiguous over ``axes``.
+    """
+    terms = []
+    times = 1
+    for axis in reversed(axes):
+        size = spec.shape[axis]
+        if size != 1:
+            terms.append((spec.stride[axis], size, times))
+        times *= size
+    return tuple(reversed(terms))
+
+
+def entries_at(terms: tuple[tuple[int, int, int], ...], index: Tensor) -> Tensor:
+    """Table entry of the elements at ``index`` in memory order."""
+    entry = torch.zeros_like(index)
+    for divide, modulo, times in terms:
+        entry += (index // divide % modulo) * times
+    return entry

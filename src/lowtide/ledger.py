@@ -1,0 +1,89 @@
+"""Counts bytes: what autograd would have held, what is held instead, site by site, and why something was left alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(slots=True)
+class SiteEntry:
+    """What happened at one site during the last step in which it was seen."""
+
+    name: str
+    module: str
+    need: str
+    codec: str
+    reason: str
+    bound: str = ""
+    saves: int = 0
+    raw_nbytes: int = 0
+    held_nbytes: int = 0
+
+
+class Lease:
+    """Bytes held from now until the last reference to this object goes."""
+
+    __slots__ = ("__weakref__", "_ledger", "column", "nbytes")
+
+    def __init__(self, ledger: Ledger, column: str, nbytes: int) -> None:
+        self._ledger, self.column, self.nbytes = ledger, column, nbytes
+        ledger.change(column, nbytes)
+
+    def __del__(self) -> None:
+        self._ledger.change(self.column, -self.nbytes)
+
+
+@dataclass(slots=True)
+class Ledger:
+    """``raw``: unique storages that saved tensors would keep alive in plain training, in their own dtype.
+    ``held``: payloads plus storages kept as they are. Neither counts parameters, buffers and the model's inputs, which
+    somebody else holds anyway."""
+
+    raw: int = 0
+    held: int = 0
+    raw_peak: int = 0
+    held_peak: int = 0
+    step: int = 0
+    sites: dict[str, SiteEntry] = field(default_factory=dict)
+    _fresh: set[str] = field(default_factory=set)
+
+    def change(self, column: str, nbytes: int) -> None:
+        if column == "raw":
+            self.raw += nbytes
+            self.raw_peak = max(self.raw_peak, self.raw)
+        else:
+            self.held += nbytes
+            self.held_peak = max(self.held_peak, self.held)
+
+    def record(self, entry: SiteEntry) -> None:
+        """Add one save to its site; the first save of a step starts the site's count anew."""
+        known = self.sites.get(entry.name)
+        if known is not None and entry.name in self._fresh and known.codec == entry.codec:
+            known.saves += entry.saves
+            known.raw_nbytes += entry.raw_nbytes
+            known.held_nbytes += entry.held_nbytes
+            return
+        self._fresh.add(entry.name)
+        self.sites[entry.name] = entry
+
+    def end_step(self) -> None:
+        self.step += 1
+        self._fresh.clear()
+
+    def totals(self) -> dict[str, Any]:
+        """The figures of the whole session so far."""
+        totals: dict[str, Any] = {
+            "step": self.step,
+            "raw_nbytes_now": self.raw,
+            "held_nbytes_now": self.held,
+            "raw_nbytes_peak": self.raw_peak,
+            "held_nbytes_peak": self.held_peak,
+            "ratio": self.raw_peak / self.held_peak if self.held_peak else None,
+        }
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            totals["cuda_allocated_peak"] = torch.cuda.max_memory_allocated()
+            totals["cuda_reserved_peak"] = torch.cuda.max_memory_reserved()
+        return totals

@@ -1,0 +1,27 @@
+"""Named presets: a method is a codec for values, the options that go with it, and a controller."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from lowtide.codecs import Codec
+from lowtide.controllers import Controller
+from lowtide.registry import METHODS
+
+
+class Method(Protocol):
+    """What a named method brings together. It is a frozen dataclass of its options."""
+
+    def values(self) -> Codec | None:
+        """The codec for error-bounded values; None keeps them as they are."""
+        ...
+
+    def controller(self) -> Controller:
+        """A new controller, which will choose the bounds."""
+        ...
+
+
+def create(name: str, **options: Any) -> Method:
+    """A method by its name; options that it does not have are refused by name."""
+    method: Method = METHODS.create(name, **options)
+    return method

@@ -1,0 +1,36 @@
+"""Error-bounded values under bounds that never change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from lowtide import codecs
+from lowtide.codecs import Codec
+from lowtide.controllers.fixed import Fixed as FixedController
+
+__all__ = ["Fixed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """A bound for each family of ops (a number, or "0.4 std"; None takes the default), and how values are coded."""
+
+    linear: Any = None
+    norm: Any = None
+    attention: Any = None
+    product: Any = None
+    pointwise: Any = None
+    log_probability: Any = None
+    rounding: str = "dither"
+    coder: str = "blocks"
+
+    def values(self) -> Codec:
+        return codecs.create("sz", rounding=self.rounding, coder=self.coder)
+
+    def controller(self) -> FixedController:
+        given = {item.name: getattr(self, item.name) for item in fields(self)}
+        families = {
+            name: rule for name, rule in given.items() if name not in ("rounding", "coder") and rule is not None
+        }
+        return FixedController(families)

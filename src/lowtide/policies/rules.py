@@ -1,0 +1,172 @@
+"""Ordered rules: the first one whose patterns match a save decides; where none matches, the method's defaults do."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from lowtide import codecs
+from lowtide.bounds import BoundRule, BoundSource
+from lowtide.codecs import Codec
+from lowtide.controllers import Controller
+from lowtide.errors import LowtideWarning, PolicyError, UnknownNameError
+from lowtide.records import Kind, Need, Site, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What to do with saves whose module path, op, field and module type match these shell patterns (``*``, ``?``).
+
+    ``keep`` leaves the tensor as it is. ``codec`` and ``bound`` replace the method's choice for values; masks, shapes
+    and window indices are exact already, and what must be exact stays exact whatever a rule says.
+    """
+
+    path: str = "*"
+    op: str = "*"
+    field: str = "*"
+    module: str = "*"
+    keep: bool = False
+    codec: str | None = None
+    bound: Any = None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.keep and (self.codec or self.bound is not None or self.options):
+            raise PolicyError(f"{self}: 'keep' leaves a tensor as it is, so it has no codec, bound or options")
+        if not self.keep and self.codec is None and self.bound is None:
+            raise PolicyError(f"{self}: say keep = true, or name a codec, a bound or both")
+        if self.options and self.codec is None:
+            raise PolicyError(f"{self}: options belong to a codec; name it")
+        if self.codec is not None:
+            codecs.create(self.codec, **self.options)
+        if self.bound is not None:
+            object.__setattr__(self, "bound", BoundRule.parse(self.bound))
+
+    @classmethod
+    def parse(cls, source: Rule | Mapping[str, Any]) -> Rule:
+        if isinstance(source, Rule):
+            return source
+        if not isinstance(source, Mapping):
+            raise PolicyError(f"a rule is a Rule or a mapping, got {type(source).__name__}: {source!r}")
+        known = [item.name for item in dataclasses.fields(cls)]
+        for key in source:
+            if key not in known:
+                raise UnknownNameError("key of a rule", key, known)
+        return cls(**source)
+
+    def matches(self, site: Site) -> bool:
+        return (
+            fnmatchcase(site.path, self.path)
+            and fnmatchcase(site.op, self.op)
+            and fnmatchcase(site.field, self.field)
+            and fnmatchcase(site.module, self.module)
+        )
+
+    def __str__(self) -> str:
+        patterns = {name: getattr(self, name) for name in ("path", "op", "field", "module")}
+        shown = ", ".join(f"{name}={text!r}" for name, text in patterns.items() if text != "*")
+        return f"rule({shown or 'everything'})"
+
+
+def load_rules(source: str | Path | Mapping[str, Any] | Iterable[Rule | Mapping[str, Any]] | None) -> tuple[Rule, ...]:
+    """Rules from Python objects, from a dict ``{"rule": [...]}``, or from a TOML file of ``[[rule]]`` tables."""
+    if source is None:
+        return ()
+    if isinstance(source, str | Path):
+        path = Path(source)
+        try:
+            source = tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise PolicyError(f"cannot read rule file {path}: {error.strerror or error}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise PolicyError(f"rule file {path} is not TOML: {error}") from error
+    if isinstance(source, Mapping):
+        if set(source) != {"rule"} or not isinstance(source["rule"], list | tuple):
+            raise PolicyError(f"rules live in a list named 'rule' ([[rule]] in TOML); found {sorted(source)}")
+        source = source["rule"]
+    return tuple(Rule.parse(item) for item in source)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What will be done with one save. ``codec`` None means: kept as it is, for ``reason``."""
+
+    codec: Codec | None
+    bound: BoundSource | None
+    reason: str
+
+
+@dataclass(slots=True)
+class Policy:
+    """Rules over a default for values; decides each (site, need) once and remembers."""
+
+    controller: Controller
+    values: Codec | None
+    rules: tuple[Rule, ...] = ()
+    poison: bool = False
+    _decided: dict[tuple[Site, Need, Any], Decision] = field(default_factory=dict)
+    _matched: set[int] = field(default_factory=set)
+    _warned: bool = False
+
+    def decide(self, site: Site, need: Need, spec: TensorSpec) -> Decision:
+        key = (site, need, spec.dtype)
+        decision = self._decided.get(key)
+        if decision is None:
+            decision = self._decided[key] = self._decide(site, need, spec)
+        return decision
+
+    def forget(self) -> None:
+        """Bounds may have changed: decide anew."""
+        self._decided.clear()
+
+    def _decide(self, site: Site, need: Need, spec: TensorSpec) -> Decision:
+        hits = [index for index, rule in enumerate(self.rules) if rule.matches(site)]
+        self._matched.update(hits)
+        rule = self.rules[hits[0]] if hits else None
+        if rule is not None and rule.keep:
+            return Decision(None, None, f"kept by {rule}")
+        if need.kind is Kind.EXACT and not (rule is not None and need.family == "unknown"):
+            return Decision(None, None, need.why)
+        codec, bound = self._choose(site, need, rule)
+        if codec is None:
+            return Decision(None, None, "values kept by the method")
+        if not codec.accepts(spec.dtype):
+            return Decision(None, None, f"codec {codec.name} does not take {str(spec.dtype).removeprefix('torch.')}")
+        return Decision(codec, bound, need.why)
+
+    def _choose(self, site: Site, need: Need, rule: Rule | None) -> tuple[Codec | None, BoundSource | None]:
+        if need.kind is Kind.METADATA:
+            return codecs.create("shape", poison=self.poison), None
+        if need.kind is Kind.MASK:
+            assert need.membership is not None, "a mask need carries its question"
+            question = need.membership
+            return codecs.create("bitmask", test=question.test, params=question.params, values=question.values), None
+        if need.kind is Kind.WINDOW:
+            window = dataclasses.asdict(need.window) if need.window is not None else {}
+            return codecs.create("window_index", **window), None
+        codec = codecs.create(rule.codec, **rule.options) if rule is not None and rule.codec else self.values
+        if rule is not None and rule.bound is not None:
+            codec = codec or codecs.create("sz")
+            return codec, rule.bound
+        return codec, self.controller.bound(site, need) if codec is not None else None
+
+    def warn_unmatched(self, paths: Iterable[str]) -> None:
+        """Once, after a whole forward: a rule whose patterns matched no save is probably a typo."""
+        if self._warned:
+            return
+        self._warned = True
+        idle = [str(rule) for index, rule in enumerate(self.rules) if index not in self._matched]
+        if idle:
+            seen = sorted({path for path in paths if path})
+            warnings.warn(
+                f"{'; '.join(idle)} matched none of the tensors saved in the first forward. "
+                f"Module paths there: {', '.join(seen[:8])}{', ...' if len(seen) > 8 else ''}",
+                LowtideWarning,
+                stacklevel=2,
+            )

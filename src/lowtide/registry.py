@@ -1,0 +1,60 @@
+"""Names to parts: a codec, method, controller or store is one file whose name is its registry name.
+
+A package is a registry: ``lowtide.codecs`` holds ``sz.py``, so ``Registry("lowtide.codecs", "codec").create("sz")``
+imports that file on first use and builds the one class that its ``__all__`` names. Nothing else is edited to add one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pkgutil
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from lowtide.errors import LowtideError, UnknownNameError
+
+
+@dataclass(frozen=True, slots=True)
+class Registry:
+    """The parts of one kind, found by the files of one package."""
+
+    package: str
+    kind: str
+
+    def names(self) -> tuple[str, ...]:
+        return _modules(self.package)
+
+    def load(self, name: str) -> type:
+        """The class that the file ``name`` defines."""
+        if name not in self.names():
+            raise UnknownNameError(self.kind, name, self.names())
+        module = importlib.import_module(f"{self.package}.{name}")
+        exported = getattr(module, "__all__", [])
+        if len(exported) != 1:
+            raise LowtideError(f"{self.package}.{name} must name exactly one class in __all__, it names {exported}")
+        part: type = getattr(module, exported[0])
+        return part
+
+    def create(self, name: str, **options: Any) -> Any:
+        """An instance of ``name``; an option it does not have is refused by name."""
+        part = self.load(name)
+        known = [item.name for item in dataclasses.fields(part) if item.init]
+        for option in options:
+            if option not in known:
+                raise UnknownNameError(f"option of {self.kind} {name!r}", option, known)
+        return part(**options)
+
+
+@cache
+def _modules(package: str) -> tuple[str, ...]:
+    """The public files of a package (a name with a leading underscore is not a part)."""
+    paths = importlib.import_module(package).__path__
+    return tuple(sorted(item.name for item in pkgutil.iter_modules(paths) if not item.name.startswith("_")))
+
+
+CODECS = Registry("lowtide.codecs", "codec")
+STORES = Registry("lowtide.stores", "store")
+CONTROLLERS = Registry("lowtide.controllers", "controller")
+METHODS = Registry("lowtide.methods", "method")

@@ -1,0 +1,237 @@
+"""attach, compress, Session: the one file that knows all the parts."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide import methods
+from lowtide.capture.hooks import Capture, Scope
+from lowtide.errors import AttachError, LowtideWarning, StateError, UnknownNameError
+from lowtide.ledger import Ledger
+from lowtide.pipeline import Pipeline
+from lowtide.policies.rules import Policy, load_rules
+from lowtide.registry import STORES
+from lowtide.reports import Report
+
+STATE_VERSION = 1
+DEFAULT_METHOD = "fixed"
+_CHECKS = (False, True, "full")
+
+
+class Session:
+    """Lowtide at work on one model. Made by ``attach`` or ``compress``; ``detach`` ends it and leaves no trace."""
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        method: str = DEFAULT_METHOD,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        rules: Any = None,
+        store: str = "device",
+        check: bool | str = False,
+        min_size: int = 4096,
+        recast: bool = True,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        if check not in _CHECKS:
+            raise UnknownNameError("value of check", str(check), map(str, _CHECKS))
+        chosen = methods.create(method, **options)
+        self.method = method
+        self.ledger = Ledger()
+        self.controller = chosen.controller()
+        policy = Policy(self.controller, chosen.values(), load_rules(rules), poison=bool(check))
+        self._pipeline = Pipeline(policy, STORES.create(store), self.ledger, seed=seed, check=check)
+        self._capture = Capture(
+            model, self.ledger, self._pipeline.settle, self._pipeline.left, min_size=min_size, recast=recast
+        )
+        self._capture.on_forward = self._after_forward
+        self._handles: list[Any] = []
+        self._warned_idle = False
+        if model is not None:
+            self._hook(model)
+        if optimizer is not None:
+            self._handles.append(optimizer.register_step_post_hook(_StepHook(self)))
+
+    def detach(self) -> None:
+        """Take all hooks off. Graphs that are already built keep their payloads until their backward."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def step(self) -> None:
+        """A training step has ended: bounds may change now. Called by the optimizer's hook if one was given."""
+        self.controller.step(self._pipeline.step)
+        self._pipeline.end_step()
+        self.ledger.end_step()
+
+    def report(self) -> Report:
+        """What is held instead of what, site by site, and what was left alone and why."""
+        return Report.of(self.ledger, self.method)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs to continue as if it had never stopped."""
+        return {
+            "version": STATE_VERSION,
+            "method": self.method,
+            "seed": self._pipeline.seed,
+            "step": self._pipeline.step,
+            "controller": self.controller.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where ``state`` was taken; refuses the state of another method or another version."""
+        expected = set(self.state_dict())
+        if set(state) != expected:
+            raise StateError(f"a session's state has the keys {sorted(expected)}, this one has {sorted(state)}")
+        if state["version"] != STATE_VERSION:
+            raise StateError(f"state has version {state['version']}, this Lowtide reads version {STATE_VERSION}")
+        if state["method"] != self.method:
+            raise StateError(f"state belongs to method {state['method']!r}, this session runs {self.method!r}")
+        self.controller.load_state_dict(state["controller"])
+        self._pipeline.seed = int(state["seed"])
+        self._pipeline.step = self.ledger.step = int(state["step"])
+        self._pipeline.policy.forget()
+
+    def _hook(self, model: nn.Module) -> None:
+        _refuse_unsuitable(model)
+        for path, module in model.named_modules():
+            enter = module.register_forward_pre_hook(_EnterHook(self._capture, path), prepend=True, with_kwargs=True)
+            leave = module.register_forward_hook(_LeaveHook(self._capture), always_call=True)
+            self._handles += [enter, leave]
+
+    def _after_forward(self, scope: Scope) -> None:
+        self._pipeline.policy.warn_unmatched(entry.name.partition(":")[0] for entry in self.ledger.sites.values())
+        idle = scope.packed and not self._pipeline.coded and self._pipeline.policy.values is not None
+        if idle and not self._warned_idle:
+            self._warned_idle = True
+            reasons = sorted({entry.reason for entry in self.ledger.sites.values()})
+            warnings.warn(
+                "this forward saved tensors for backward and Lowtide compressed none of them "
+                f"({'; '.join(reasons[:4]) or 'all are parameters, buffers or inputs'}). See session.report()",
+                LowtideWarning,
+                stacklevel=2,
+            )
+
+
+def attach(model: nn.Module, method: str = DEFAULT_METHOD, **options: Any) -> Session:
+    """Hold what ``model`` saves for backward compressed, from now until ``detach``.
+
+    Args:
+        model: any eager module; it is not changed or wrapped, and its state dict and results stay as they are.
+        method: a named method; ``"exact"`` is bit-equal to plain training.
+        optimizer: steps are then counted by its post-step hook; otherwise call ``session.step()``.
+        rules: ordered rules (objects, dicts, or the path of a TOML file) that override the method site by site.
+        check: compare what backward gets with what was saved: True samples, ``"full"`` keeps all (for debugging).
+        min_size: tensors of fewer bytes are passed through.
+        recast: make autocast's copies of parameters again in backward instead of keeping them.
+        seed: of the dither; the global RNG is never touched.
+        options: of the method; an unknown one is refused by name.
+    """
+    if not isinstance(model, nn.Module):
+        raise AttachError(f"attach wants an nn.Module, got {type(model).__name__}")
+    return Session(model, method, **options)
+
+
+@contextlib.contextmanager
+def compress(model: nn.Module | None = None, method: str = DEFAULT_METHOD, **options: Any) -> Iterator[Session]:
+    """The same for a ``with`` block: everything saved inside it counts, a loss computed outside the model included.
+
+    Without a model, saves are named by their op alone.
+    """
+    session = Session(model, method, **options)
+    session._capture.begin_block()
+    try:
+        yield session
+    finally:
+        session._capture.end_block()
+        session.detach()
+
+
+def _refuse_unsuitable(model: nn.Module) -> None:
+    kind = type(model)
+    if kind.__name__ == "OptimizedModule" and kind.__module__.startswith("torch._dynamo"):
+        raise AttachError(
+            "this model was made by torch.compile, which hands over all saved tensors at once, with no op to tell them "
+            "apart: nothing would be gained. Attach to the original module and train it eagerly"
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise AttachError("TorchScript modules do not run Python hooks; attach to the original module")
+    if isinstance(model, nn.DataParallel):
+        raise AttachError(
+            "DataParallel runs its replicas in threads of their own, where hooks do not reach; use "
+            "DistributedDataParallel, and attach to it or to the module inside"
+        )
+    for path, module in model.named_modules():
+        if any(isinstance(hook, _EnterHook) for hook in module._forward_pre_hooks.values()):
+            raise AttachError(f"module {path or '(model)'} is attached already; call detach() on that session first")
+        if getattr(module, "_compiled_call_impl", None) is not None:
+            raise AttachError(
+                f"module {path or '(model)'} was compiled in place by .compile(), which hides its ops; attach to "
+                "a model that is not compiled"
+            )
+
+
+class _Hook:
+    """A module hook that does not follow its module into copies: there it takes itself off when first called."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _InertHook:
+        return _InertHook()
+
+    def __reduce__(self) -> tuple[type[_InertHook], tuple[()]]:
+        return _InertHook, ()
+
+
+class _EnterHook(_Hook):
+    def __init__(self, capture: Capture, path: str) -> None:
+        self._capture, self._path = capture, path
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            raise AttachError(
+                "torch.compile met a model that Lowtide is attached to; its hooks cannot be compiled. Call detach() "
+                "first, or do not compile this model"
+            )
+        self._capture.enter(module, self._path, (args, kwargs), sys._getframe(1))
+
+
+class _LeaveHook(_Hook):
+    def __init__(self, capture: Capture) -> None:
+        self._capture = capture
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._capture.exit(module, output)
+
+
+class _InertHook:
+    """What a copied or unpickled module carries in place of our hooks."""
+
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if hook is self]:
+                del hooks[key]
+
+
+class _StepHook:
+    """Counts the optimizer's steps for a session without keeping it alive, and stays behind when copied."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = weakref.ref(session)
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        session = self._session()
+        if session is not None:
+            session.step()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _StepHook:
+        return copy.copy(self)
