@@ -49,7 +49,7 @@ class BoundRule:
         if isinstance(text, Mapping):
             if len(text) != 1:
                 raise BoundError(f"a bound has one unit, as in {{'std': 0.4}}; got {dict(text)}")
-            unit, value = next(iter(text.items()))
+            unit, value = next((str(key), item) for key, item in text.items())
         else:
             value, _, unit = str(text).strip().partition(" ")
         try:
@@ -69,7 +69,7 @@ class BoundRule:
         return Bound(torch.where(value.isfinite(), value, 0), axes)
 
     def __str__(self) -> str:
-        return f"{self.value:g}" if self.unit == "absolute" else f"{self.value:g} {self.unit}"
+        return f"{self.value!r}" if self.unit == "absolute" else f"{self.value!r} {self.unit}"
 
 
 def _masked(x: Tensor, axes: tuple[int, ...]) -> tuple[Tensor, Tensor, list[int]]:
@@ -83,17 +83,23 @@ def _std(x: Tensor, axes: tuple[int, ...]) -> Tensor:
     values, mask, over = _masked(x, axes)
     if not over:
         return torch.zeros_like(values)
+    if not x.numel():
+        return values.new_zeros([x.shape[axis] for axis in axes])
+    # In units of the largest magnitude, so that no square over- or underflows.
+    peak = values.abs().amax(over, keepdim=True)
+    values = values / torch.where(peak > 0, peak, 1)
     count = mask.sum(over, keepdim=True).clamp(min=1)
     mean = values.sum(over, keepdim=True) / count
     spread = torch.where(mask, values - mean, 0).square_().sum(over, keepdim=True) / count
-    return spread.sqrt().squeeze(over)
+    return (spread.sqrt() * peak).squeeze(over)
 
 
 def _range(x: Tensor, axes: tuple[int, ...]) -> Tensor:
-    values, _, over = _masked(x, axes)
+    values, mask, over = _masked(x, axes)
     if not over or not x.numel():
         return values.new_zeros([x.shape[axis] for axis in axes])
-    return values.amax(over) - values.amin(over)
+    high = torch.where(mask, values, -torch.inf).amax(over)
+    return torch.where(high == -torch.inf, 0, high - torch.where(mask, values, torch.inf).amin(over))
 
 
 def _absmax(x: Tensor, axes: tuple[int, ...]) -> Tensor:

@@ -61,7 +61,9 @@ class Ledger:
     def record(self, entry: SiteEntry) -> None:
         """Add one save to its site; the first save of a step starts the site's count anew."""
         known = self.sites.get(entry.name)
-        if known is not None and entry.name in self._fresh and known.codec == entry.codec:
+        if known is not None and entry.name in self._fresh:
+            if entry.codec not in known.codec.split(", "):
+                known.codec = f"{known.codec}, {entry.codec}"
             known.saves += entry.saves
             known.raw_nbytes += entry.raw_nbytes
             known.held_nbytes += entry.held_nbytes

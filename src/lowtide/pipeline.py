@@ -13,6 +13,7 @@ from lowtide.capture.handles import Alias, Entry, Handle
 from lowtide.capture.identity import Left
 from lowtide.codecs import Codec
 from lowtide.coding import dither, layout
+from lowtide.errors import PayloadError
 from lowtide.ledger import Lease, Ledger, SiteEntry
 from lowtide.policies.rules import Decision, Policy
 from lowtide.records import Kind, Membership, Need, Site, TensorSpec
@@ -55,6 +56,11 @@ class Coded:
         spec = handle.spec
         with torch.no_grad(), _without_autocast(spec.device):
             tensor = self._payload.nonzero() if self._mask else self._payload.decode(handle.name)
+        if tensor.numel() != spec.numel or tensor.dtype != spec.dtype or tensor.device != spec.device:
+            raise PayloadError(
+                f"{handle.name}: decoded a {tensor.dtype} tensor of shape {tuple(tensor.shape)} on {tensor.device}, "
+                f"saved was {spec.dtype}, {spec.shape} on {spec.device}"
+            )
         return tensor.as_strided(spec.shape, spec.stride, 0)
 
 
@@ -70,6 +76,12 @@ class Pipeline:
 
     def end_step(self) -> None:
         self.step += 1
+        self._uses.clear()
+        self.policy.forget()
+
+    def resume(self, seed: int, step: int) -> None:
+        """Continue at the beginning of ``step``."""
+        self.seed, self.step = seed, step
         self._uses.clear()
         self.policy.forget()
 
@@ -122,7 +134,8 @@ class Pipeline:
     def _encode(self, handle: Handle, entry: Entry, raw: Tensor, decision: Decision, *, with_mask: bool) -> None:
         codec, need = decision.codec, handle.need
         assert codec is not None and need is not None
-        key = (codec, str(decision.bound), need.axes(len(handle.spec.shape)) and handle.spec.shape)
+        axes = need.axes(len(handle.spec.shape)) if decision.bound is not None else ()
+        key = (codec, decision.bound, axes and (axes, handle.spec.shape, handle.spec.stride))
         payload = entry.payloads.get(key)
         added = 0
         if payload is None:
@@ -182,7 +195,8 @@ def _view(raw: Tensor, spec: TensorSpec) -> Tensor:
 def _look_for_mask(need: Need, raw: Tensor) -> Need:
     """Dropout on the CPU multiplies by a float mask: zeros and one other value are a bit each, exactly."""
     other = float(raw.abs().amax()) if raw.numel() else 0.0
-    if bool(((raw == 0) | (raw == other)).all()) and other > 0:
+    two_values = (raw == 0) & ~raw.signbit() | (raw == other)
+    if other > 0 and bool(two_values.all()):
         mask = Membership("two_valued", (other,), (0.0, other))
         return dataclasses.replace(
             need, kind=Kind.MASK, why="zeros and one other value", membership=mask, two_valued=False

@@ -17,6 +17,7 @@ from lowtide.errors import BoundError, FormatVersionError, PayloadError
 
 _MAGIC = b"LWTD"
 _CONTAINER_VERSION = 1
+ROOT = "(model)"  # how the model itself, whose module path is empty, is called in names and rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class Site:
     @property
     def name(self) -> str:
         suffix = f"#{self.call}" if self.call else ""
-        return f"{self.path or '(model)'}:{self.op}.{self.field}{suffix}"
+        return f"{self.path or ROOT}:{self.op}.{self.field}{suffix}"
 
 
 class Kind(enum.Enum):
@@ -236,19 +237,32 @@ class Encoded:
             )
         if zlib.crc32(blob[:-4]) != struct.unpack("<I", blob[-4:])[0]:
             raise PayloadError(f"payload of {len(blob)} bytes fails its checksum: truncated or corrupted")
-        header = json.loads(blob[10 : 10 + length])
+        try:
+            return cls._from_parts(json.loads(blob[10 : 10 + length]), blob[10 + length : -4])
+        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, AssertionError) as error:
+            raise PayloadError(f"payload of {len(blob)} bytes has a header that cannot be read: {error}") from error
+
+    @classmethod
+    def _from_parts(cls, header: dict[str, Any], body: bytes) -> Encoded:
         device = torch.device(header["device"])
         tensors: dict[str, Tensor] = {}
-        at = 10 + length
+        at = 0
         for name, dtype_name, numel in header["parts"]:
-            dtype = getattr(torch, dtype_name)
+            dtype = _dtype(dtype_name)
             nbytes = numel * dtype.itemsize
-            chunk = torch.frombuffer(bytearray(blob[at : at + nbytes]), dtype=torch.uint8) if nbytes else None
+            chunk = torch.frombuffer(bytearray(body[at : at + nbytes]), dtype=torch.uint8) if nbytes else None
             at += nbytes
             tensors[name] = torch.empty(0, dtype=dtype) if chunk is None else chunk.view(dtype)
             tensors[name] = tensors[name].to(device)
-        spec = TensorSpec(tuple(header["shape"]), tuple(header["stride"]), getattr(torch, header["dtype"]), device)
+        spec = TensorSpec(tuple(header["shape"]), tuple(header["stride"]), _dtype(header["dtype"]), device)
         return cls(header["codec"], header["version"], spec, _tuples(header["meta"]), tensors)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype")
+    return dtype
 
 
 def _tuples(value: Any) -> Any:

@@ -7,8 +7,9 @@ import copy
 import sys
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from lowtide.errors import AttachError, LowtideWarning, StateError, UnknownNameE
 from lowtide.ledger import Ledger
 from lowtide.pipeline import Pipeline
 from lowtide.policies.rules import Policy, load_rules
+from lowtide.records import ROOT
 from lowtide.registry import STORES
 from lowtide.reports import Report
 
@@ -56,17 +58,25 @@ class Session:
             model, self.ledger, self._pipeline.settle, self._pipeline.left, min_size=min_size, recast=recast
         )
         self._capture.on_forward = self._after_forward
-        self._handles: list[Any] = []
+        self._modules: list[nn.Module] = []
+        self._step_handle: Any = None
         self._warned_idle = False
         if model is not None:
-            self._hook(model)
+            _refuse_unsuitable(model)
+            for path, module in model.named_modules():
+                _hook(module, _EnterHook(self._capture, path), _LeaveHook(self._capture))
+                self._modules.append(module)
         if optimizer is not None:
-            self._handles.append(optimizer.register_step_post_hook(_StepHook(self)))
+            self._step_handle = optimizer.register_step_post_hook(_StepHook(self))
 
     def detach(self) -> None:
         """Take all hooks off. Graphs that are already built keep their payloads until their backward."""
-        while self._handles:
-            self._handles.pop().remove()
+        for module in self._modules:
+            _unhook(module)
+        self._modules.clear()
+        if self._step_handle is not None:
+            self._step_handle.remove()
+        self._capture.abandon()
 
     def step(self) -> None:
         """A training step has ended: bounds may change now. Called by the optimizer's hook if one was given."""
@@ -98,19 +108,11 @@ class Session:
         if state["method"] != self.method:
             raise StateError(f"state belongs to method {state['method']!r}, this session runs {self.method!r}")
         self.controller.load_state_dict(state["controller"])
-        self._pipeline.seed = int(state["seed"])
-        self._pipeline.step = self.ledger.step = int(state["step"])
-        self._pipeline.policy.forget()
-
-    def _hook(self, model: nn.Module) -> None:
-        _refuse_unsuitable(model)
-        for path, module in model.named_modules():
-            enter = module.register_forward_pre_hook(_EnterHook(self._capture, path), prepend=True, with_kwargs=True)
-            leave = module.register_forward_hook(_LeaveHook(self._capture), always_call=True)
-            self._handles += [enter, leave]
+        self._pipeline.resume(int(state["seed"]), int(state["step"]))
+        self.ledger.step = int(state["step"])
 
     def _after_forward(self, scope: Scope) -> None:
-        self._pipeline.policy.warn_unmatched(entry.name.partition(":")[0] for entry in self.ledger.sites.values())
+        self._pipeline.policy.warn_unmatched(path or ROOT for path, _, _ in scope.calls)
         idle = scope.packed and not self._pipeline.coded and self._pipeline.policy.values is not None
         if idle and not self._warned_idle:
             self._warned_idle = True
@@ -149,8 +151,8 @@ def compress(model: nn.Module | None = None, method: str = DEFAULT_METHOD, **opt
     Without a model, saves are named by their op alone.
     """
     session = Session(model, method, **options)
-    session._capture.begin_block()
     try:
+        session._capture.begin_block()
         yield session
     finally:
         session._capture.end_block()
@@ -158,34 +160,50 @@ def compress(model: nn.Module | None = None, method: str = DEFAULT_METHOD, **opt
 
 
 def _refuse_unsuitable(model: nn.Module) -> None:
-    kind = type(model)
-    if kind.__name__ == "OptimizedModule" and kind.__module__.startswith("torch._dynamo"):
-        raise AttachError(
-            "this model was made by torch.compile, which hands over all saved tensors at once, with no op to tell them "
-            "apart: nothing would be gained. Attach to the original module and train it eagerly"
-        )
-    if isinstance(model, torch.jit.ScriptModule):
-        raise AttachError("TorchScript modules do not run Python hooks; attach to the original module")
-    if isinstance(model, nn.DataParallel):
-        raise AttachError(
-            "DataParallel runs its replicas in threads of their own, where hooks do not reach; use "
-            "DistributedDataParallel, and attach to it or to the module inside"
-        )
     for path, module in model.named_modules():
-        if any(isinstance(hook, _EnterHook) for hook in module._forward_pre_hooks.values()):
-            raise AttachError(f"module {path or '(model)'} is attached already; call detach() on that session first")
+        name, kind = path or ROOT, type(module)
+        if isinstance(module._forward_pre_hooks.get(_KEY), _EnterHook):
+            raise AttachError(f"module {name} is attached already; call detach() on that session first")
+        if kind.__name__ == "OptimizedModule" and kind.__module__.startswith("torch._dynamo"):
+            raise AttachError(
+                f"module {name} was made by torch.compile, which hands over all saved tensors at once, with no op to "
+                "tell them apart: nothing would be gained. Attach to the original module and train it eagerly"
+            )
         if getattr(module, "_compiled_call_impl", None) is not None:
             raise AttachError(
-                f"module {path or '(model)'} was compiled in place by .compile(), which hides its ops; attach to "
-                "a model that is not compiled"
+                f"module {name} was compiled in place by .compile(), which hides its ops; attach to a model that is "
+                "not compiled"
             )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise AttachError(f"module {name}: TorchScript modules do not run Python hooks; attach to the original one")
+        if isinstance(module, nn.DataParallel):
+            raise AttachError(
+                f"module {name}: DataParallel runs its replicas in threads of their own, where hooks do not reach; use "
+                "DistributedDataParallel, and attach to it or to the module inside"
+            )
+
+
+_KEY: Any = "lowtide"
+
+
+def _hook(module: nn.Module, enter: _EnterHook, leave: _LeaveHook) -> None:
+    """Register our hooks under a key of their own, which no numbered hook can share, in the module or in its copies."""
+    module._forward_pre_hooks[_KEY] = enter
+    cast("OrderedDict[Any, Any]", module._forward_pre_hooks).move_to_end(_KEY, last=False)
+    module._forward_pre_hooks_with_kwargs[_KEY] = True
+    module._forward_hooks[_KEY] = leave
+    module._forward_hooks_always_called[_KEY] = True
+
+
+def _unhook(module: nn.Module) -> None:
+    module._forward_pre_hooks.pop(_KEY, None)
+    module._forward_pre_hooks_with_kwargs.pop(_KEY, None)
+    module._forward_hooks.pop(_KEY, None)
+    module._forward_hooks_always_called.pop(_KEY, None)
 
 
 class _Hook:
     """A module hook that does not follow its module into copies: there it takes itself off when first called."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _InertHook:
-        return _InertHook()
 
     def __reduce__(self) -> tuple[type[_InertHook], tuple[()]]:
         return _InertHook, ()
@@ -217,9 +235,9 @@ class _InertHook:
     """What a copied or unpickled module carries in place of our hooks."""
 
     def __call__(self, module: nn.Module, *args: Any) -> None:
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in hooks.items() if hook is self]:
-                del hooks[key]
+        for part in module.modules():
+            if isinstance(part._forward_pre_hooks.get(_KEY), _InertHook):
+                _unhook(part)
 
 
 class _StepHook:

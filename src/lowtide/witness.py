@@ -54,9 +54,13 @@ class Witness:
                 raise BoundViolationError(f"{site} (class of element)", 0.0, float(wrong.sum()))
             return
         same = (seen == self.saved) | ((seen != seen) & (self.saved != self.saved))
-        error = torch.where(same, 0.0, (seen.double() - self.saved.double()).abs())
+        error = torch.where(same, 0.0, (seen - self.saved).abs() if seen.is_complex() else _distance(seen, self.saved))
         promised = torch.zeros_like(error) if self.promised is None else self.promised
-        excess = torch.where(error.isnan(), torch.inf, error - promised)
+        excess = torch.where(error.isnan() | ~same & (promised == 0), torch.inf, error - promised)
         if bool((excess > 0).any()):
             worst = int(excess.argmax())
             raise BoundViolationError(site, float(promised[worst]), float(error[worst]))
+
+
+def _distance(seen: Tensor, saved: Tensor) -> Tensor:
+    return (seen.double() - saved.double()).abs()

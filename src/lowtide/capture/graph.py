@@ -7,6 +7,7 @@ leads to its node, which is one op later as a rule; then the node says its name,
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any, TypeVar
@@ -41,12 +42,20 @@ def handles_of(node: Any, handle_type: type[H]) -> dict[str, H]:
     return found
 
 
+_MARK = "lowtide.visited"
+_scopes = itertools.count()
+
+
 class Walker:
-    """Visits each node of one forward's graph once, as later tensors make it reachable."""
+    """Visits each node of one forward's graph once, as later tensors make it reachable.
+
+    A visited node carries a mark in its own metadata: sequence numbers repeat across threads, and keeping the nodes
+    would keep the graph alive.
+    """
 
     def __init__(self) -> None:
         self._start = next_sequence_nr()
-        self._seen: set[int] = set()
+        self._number = next(_scopes)
 
     def visit(self, roots: Iterable[Any], *, building: bool) -> Iterator[Any]:
         """Nodes reachable from ``roots`` that were made in this forward and not visited before.
@@ -61,9 +70,10 @@ class Walker:
             if type(node).__name__ == "AccumulateGrad":
                 continue
             number = node._sequence_nr()
-            if number < self._start or number in self._seen:
+            marks = node.metadata
+            if number < self._start or marks.get(_MARK) == self._number:
                 continue
             if number != newest:
-                self._seen.add(number)
+                marks[_MARK] = self._number
                 yield node
             stack.extend(edge[0] for edge in node.next_functions if edge[0] is not None)

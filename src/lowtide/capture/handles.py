@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lowtide.coding import layout
 from lowtide.errors import ModifiedError
 from lowtide.ledger import Lease, Ledger
-from lowtide.records import Need, Site, TensorSpec
+from lowtide.records import ROOT, Need, Site, TensorSpec
 
 
 class Kept(Protocol):
@@ -47,14 +47,19 @@ class Recast:
         self._parameter = parameter
         self._version = parameter._version
         self._dtype = cast.dtype
-        self._geometry = tuple(cast.shape), tuple(cast.stride()), cast.storage_offset()
+        self._geometry = tuple(cast.shape), tuple(cast.stride())
 
     @staticmethod
     def fits(parameter: Tensor, cast: Tensor) -> bool:
-        """Whether casting the parameter again gives a storage laid out like the one ``cast`` views."""
+        """Whether casting the parameter again, and transposing it again, gives the tensor ``cast``."""
+        laid_out = (tuple(cast.shape), tuple(cast.stride()))
         return (
-            layout.is_dense(tuple(parameter.shape), tuple(parameter.stride()))
-            and cast.untyped_storage().nbytes() == parameter.numel() * cast.element_size()
+            cast.storage_offset() == 0
+            and layout.is_dense(tuple(parameter.shape), tuple(parameter.stride()))
+            and (
+                laid_out == (tuple(parameter.shape), tuple(parameter.stride()))
+                or laid_out == (tuple(parameter.shape)[::-1], tuple(parameter.stride())[::-1])
+            )
         )
 
     def restore(self, handle: Handle) -> Tensor:
@@ -64,8 +69,7 @@ class Recast:
                 f"{handle.name} has changed since forward, so the cast cannot be made again. Run backward before the "
                 "optimizer's step, or attach with recast=False to keep casts"
             )
-        shape, stride, offset = self._geometry
-        return self._parameter.detach().to(self._dtype).as_strided(shape, stride, offset)
+        return self._parameter.detach().to(self._dtype).as_strided(*self._geometry, 0)
 
 
 class StorageRecord:
@@ -136,7 +140,7 @@ class Handle:
 
     @property
     def name(self) -> str:
-        return self.site.name if self.site is not None else (self.call_path or "(model)")
+        return self.site.name if self.site is not None else (self.call_path or ROOT)
 
     def restore(self) -> Tensor:
         """The tensor for backward; the pending raw tensor if its op is not known yet."""

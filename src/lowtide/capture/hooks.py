@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.capture import graph, identity, needs
 from lowtide.capture.handles import Alias, Deduplicator, Entry, Handle, Recast
-from lowtide.errors import LowtideWarning, PayloadError
+from lowtide.errors import LowtideWarning
 from lowtide.ledger import Ledger
 from lowtide.records import Kind, Need, Site, TensorSpec
 
@@ -37,10 +37,10 @@ class Scope:
         self.walker = graph.Walker()
         self.unresolved: weakref.WeakSet[Handle] = weakref.WeakSet()
         self.calls: Counter[tuple[str, str, str]] = Counter()
-        self.inputs: set[int] = set()
+        self.inputs: dict[int, StorageWeakRef] = {}
         self.buffers: set[int] | None = None
         self.packed = 0
-        self.context: saved_tensors_hooks | None = None
+        self.is_pushed = False
 
 
 class _Local(threading.local):
@@ -58,7 +58,9 @@ class Capture:
     def __init__(
         self, model: nn.Module | None, ledger: Ledger, settle: Settle, leave: Leave, *, min_size: int, recast: bool
     ) -> None:
-        self._model = weakref.ref(model) if model is not None else lambda: None
+        modules = model.modules() if model is not None else ()
+        self._buffer_owners = [module for module in modules if module._buffers]
+        self._casts: dict[int, tuple[StorageWeakRef, int]] = {}
         self._dedup = Deduplicator(ledger)
         self._settle, self._leave = settle, leave
         self._ledger = ledger
@@ -77,7 +79,7 @@ class Capture:
             return
         if local.scope is None and local.block is not None:
             local.scope = local.block
-            local.scope.inputs |= identity.storages(inputs)
+            local.scope.inputs = identity.storages(inputs)
         local.stack.append((module, path, frame))
 
     def exit(self, module: nn.Module, output: Any) -> None:
@@ -90,12 +92,23 @@ class Capture:
         if local.stack or local.scope is None:
             return
         scope, local.scope = local.scope, None
+        if scope is not local.block:
+            self._pop(scope)
         if output is not None:
             self._resolve(scope, [tensor.grad_fn for tensor in identity.tensors_in(output)], building=False)
         if scope is not local.block:
-            self._close(scope)
+            self._flush(scope)
         if output is not None:
             self.on_forward(scope)
+
+    def abandon(self) -> None:
+        """Stop recording in this thread, in the middle of a forward if need be."""
+        local = self._local
+        scope, local.scope = local.scope, None
+        local.stack.clear()
+        if scope is not None and scope is not local.block:
+            self._pop(scope)
+            self._flush(scope)
 
     def begin_block(self) -> None:
         """Open a scope that lasts until ``end_block``, whatever runs inside."""
@@ -108,7 +121,8 @@ class Capture:
         self._local.scope = None
         self._local.stack.clear()
         if scope is not None:
-            self._close(scope)
+            self._pop(scope)
+            self._flush(scope)
 
     def _open_for(self, inputs: Any) -> bool:
         """Open a scope unless this run must be left alone [9]."""
@@ -118,7 +132,9 @@ class Capture:
             return False
         if torch._C._functorch.peek_interpreter_stack() is not None:
             self._warn(
-                "func", "a torch.func transform is active, which forbids saved-tensor hooks: nothing is compressed"
+                "func",
+                "a torch.func transform or torch.compile is tracing the model, which forbids saved-tensor hooks: "
+                "nothing is compressed there. Call detach() before compiling",
             )
             return False
         other = torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -132,13 +148,25 @@ class Capture:
         return True
 
     def _push(self, scope: Scope) -> None:
-        scope.context = saved_tensors_hooks(self._pack, _unpack)
-        scope.context.__enter__()
+        torch._C._autograd._push_saved_tensors_default_hooks(self._pack, _unpack)
+        scope.is_pushed = True
 
-    def _close(self, scope: Scope) -> None:
-        context, scope.context = scope.context, None
-        if context is not None:
-            context.__exit__(None, None, None)
+    def _pop(self, scope: Scope) -> None:
+        """Take our hooks off, also from under those that were put on after an interrupted forward [10]."""
+        if not scope.is_pushed:
+            return
+        scope.is_pushed = False
+        above = []
+        while (top := torch._C._autograd._top_saved_tensors_default_hooks(False)) is not None:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            if top[0] == self._pack:
+                break
+            above.append(top)
+        for pair in reversed(above):
+            torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+
+    def _flush(self, scope: Scope) -> None:
+        """What no path in the graph led to is kept as it is."""
         for handle in list(scope.unresolved):
             self._name(scope, handle, "unknown", "saved", _UNREACHED)
         scope.unresolved.clear()
@@ -161,9 +189,7 @@ class Capture:
         while local.stack and local.stack[-1][2] not in running:
             local.stack.pop()
         if not local.stack and local.scope is not None:
-            scope, local.scope = local.scope, None
-            if scope is not local.block:
-                self._close(scope)
+            self.abandon()
 
     # -- tensors ---------------------------------------------------------------------------------------------------
 
@@ -175,7 +201,7 @@ class Capture:
         handle = Handle(
             _spec(tensor), path, type(module).__name__ if module is not None else "", tensor.grad_fn is None
         )
-        if scope is None:  # an interrupted forward left the hooks on; they are gone by now
+        if scope is None:  # an interrupted forward had left the hooks on; they are gone by now
             handle.kept = Alias(tensor.detach(), tensor._version, None)
             return handle
         scope.packed += 1
@@ -198,36 +224,48 @@ class Capture:
 
     def _left_alone(self, tensor: Tensor, scope: Scope, module: nn.Module | None) -> identity.Left | None:
         """What is passed through as it is, in the order of the cheapest test first [3]."""
-        left = identity.parameter_kind(tensor) or identity.unfit(tensor, self._min_size)
+        left = identity.parameter_kind(tensor)
+        if left is None and tensor.grad_fn is None and identity.is_plain(tensor):
+            left = self._held_by_others(tensor.untyped_storage()._cdata, scope)
+        left = left or identity.unfit(tensor, self._min_size)
         if left is not None:
             return left
         if torch._C._current_graph_task_id() != -1:
             return identity.BACKWARD
-        if tensor.grad_fn is None:
-            storage = tensor.untyped_storage()._cdata
-            if storage in scope.inputs:
-                return identity.MODEL_INPUT
-            if scope.buffers is None:
-                model = self._model()
-                scope.buffers = identity.storages(list(model.buffers())) if model is not None else set()
-            if storage in scope.buffers:
-                return identity.BUFFER
-            if identity.is_frozen_cast(tensor, module):
-                return identity.FROZEN_CAST
-        return None
+        return identity.FROZEN_CAST if identity.is_frozen_cast(tensor, module) else None
+
+    def _held_by_others(self, storage: int, scope: Scope) -> identity.Left | None:
+        if storage in scope.inputs:
+            return identity.MODEL_INPUT
+        if scope.buffers is None:
+            owned = (buffer for module in self._buffer_owners for buffer in module._buffers.values())
+            plain = (buffer for buffer in owned if buffer is not None and identity.is_plain(buffer))
+            scope.buffers = {buffer.untyped_storage()._cdata for buffer in plain}
+        return identity.BUFFER if storage in scope.buffers else None
 
     def _pass_through(self, handle: Handle, tensor: Tensor, left: identity.Left) -> None:
-        if left.parameter is not None and self._recast and Recast.fits(left.parameter, tensor):
+        if left.parameter is not None and self._can_recast(left.parameter, tensor):
             handle.kept = Recast(left.parameter, tensor)
             return
-        lease, added, owned = None, 0, left.owned and left.parameter is None
-        if not owned and type(tensor) is Tensor and tensor.layout is torch.strided:
+        lease, added = None, 0
+        if not left.owned and identity.is_plain(tensor):
             record = self._dedup.record(tensor)
             lease, added = record.keep(self._ledger)
             handle.entry = Entry(record, tensor._version)
         handle.kept = Alias(tensor.detach(), tensor._version, lease)
-        if not owned:
+        if not left.owned:
             self._leave(handle, left, added)
+
+    def _can_recast(self, parameter: Tensor, cast: Tensor) -> bool:
+        """Autocast caches casts for as long as it is on; one made before the parameter's last change is stale."""
+        if not self._recast or not Recast.fits(parameter, cast):
+            return False
+        storage = cast.untyped_storage()
+        seen = self._casts.get(storage._cdata)
+        if seen is None or seen[0].expired():
+            self._casts = {cdata: item for cdata, item in self._casts.items() if not item[0].expired()}
+            seen = self._casts[storage._cdata] = (StorageWeakRef(storage), parameter._version)
+        return seen[1] == parameter._version
 
     def _resolve(self, scope: Scope, roots: list[Any], *, building: bool) -> None:
         """Name the pending saves of every node that has become reachable [5]."""
@@ -267,18 +305,11 @@ class Capture:
 
 def _unpack(handle: Handle) -> Tensor:
     """Give backward its tensor. May run several times, in any order, on any thread; frees nothing [6]."""
-    tensor = handle.restore()
-    spec = handle.spec
-    if tensor.shape != spec.shape or tensor.dtype != spec.dtype or tensor.device != spec.device:
-        raise PayloadError(
-            f"{handle.name}: decoded a {tensor.dtype} tensor of shape {tuple(tensor.shape)} on {tensor.device}, "
-            f"saved was {spec.dtype}, {spec.shape} on {spec.device}"
-        )
-    return tensor
+    return handle.restore()
 
 
 def _spec(tensor: Tensor) -> TensorSpec:
-    """Sparse and other layouts have no strides; they are passed through, so only their shape is noted."""
-    if tensor.layout is torch.strided:
+    """Sparse and nested tensors have no strides, or no sizes; they are passed through, so nothing of them is noted."""
+    if tensor.layout is torch.strided and not tensor.is_nested:
         return TensorSpec.of(tensor)
-    return TensorSpec(tuple(tensor.shape), (), tensor.dtype, tensor.device)
+    return TensorSpec((), (), tensor.dtype, tensor.device)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 # One-input nodes between a parameter and a view or cast of it.
 _VIEW_NODES = frozenset(
@@ -17,6 +19,7 @@ _VIEW_NODES = frozenset(
     )
 ) | {"SqueezeBackward1"}  # fmt: skip
 _CAST_NODE = "ToCopyBackward0"
+_TRANSPOSE_NODE = "TBackward0"
 _DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.bool, torch.int64})
 
 
@@ -36,31 +39,37 @@ MODEL_INPUT = Left("input of the model, held by the caller", owned=True)
 SUBCLASS = Left("tensor subclass")
 DTYPE = Left("dtype is not stored by any codec")
 SMALL = Left("smaller than min_size")
+LAZY = Left("lazily conjugated or negated view")
+META = Left("meta tensor: there is nothing to store")
 EXPANDED = Left("expanded view: a copy would be larger than its storage")
 FROZEN_CAST = Left("cast of a frozen weight")
 BACKWARD = Left("saved during backward")
 
 
 def parameter_kind(tensor: Tensor) -> Left | None:
-    """Whether ``tensor`` is a parameter, a view of one, or a cast of one (then ``parameter`` is set)."""
+    """Whether ``tensor`` is a parameter, a view of one, or a cast of one.
+
+    ``parameter`` is set for what autocast makes: one cast of the parameter itself, transposed at most. Any other cast
+    of a parameter is computed by the model and kept as it is.
+    """
     if isinstance(tensor, nn.Parameter):
         return PARAMETER
     if isinstance(tensor._base, nn.Parameter):
         return PARAMETER_VIEW
+    path: list[str] = []
     node: Any = tensor.grad_fn
-    casts = 0
     while node is not None:
         name = type(node).__name__
         if name == "AccumulateGrad":
             if not isinstance(node.variable, nn.Parameter):
                 return None
-            if not casts:
+            if _CAST_NODE not in path:
                 return PARAMETER_VIEW
-            return Left("cast of a parameter, made again in backward", owned=True, parameter=node.variable)
-        if name == _CAST_NODE:
-            casts += 1
-        elif name not in _VIEW_NODES:
+            plain = path in ([_CAST_NODE], [_TRANSPOSE_NODE, _CAST_NODE]) and not tensor._version
+            return Left("cast of a parameter", parameter=node.variable if plain else None)
+        if name != _CAST_NODE and name not in _VIEW_NODES:
             return None
+        path.append(name)
         node = node.next_functions[0][0]
     return None
 
@@ -69,8 +78,12 @@ def unfit(tensor: Tensor, min_size: int) -> Left | None:
     """Whether ``tensor`` is of a kind that no codec takes, or too small to be worth one."""
     if type(tensor) is not Tensor:
         return SUBCLASS
-    if tensor.layout is not torch.strided or tensor.dtype not in _DTYPES or tensor.is_quantized:
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.dtype not in _DTYPES or tensor.is_quantized:
         return DTYPE
+    if tensor.is_conj() or tensor.is_neg():
+        return LAZY
+    if tensor.is_meta:
+        return META
     if tensor.numel() * tensor.element_size() < min_size:
         return SMALL
     if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
@@ -92,9 +105,15 @@ def is_frozen_cast(tensor: Tensor, module: nn.Module | None) -> bool:
     )
 
 
-def storages(value: Any) -> set[int]:
-    """Identities of the storages of all tensors in a nest of tuples, lists, dicts and dataclass-like objects."""
-    return {tensor.untyped_storage()._cdata for tensor in tensors_in(value) if type(tensor) is Tensor}
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the tensor is an ordinary one, with a storage that can be told from others."""
+    return type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
+
+
+def storages(value: Any) -> dict[int, StorageWeakRef]:
+    """The storages of all tensors in a nest, by address; the weak references keep the addresses from being reused."""
+    refs = (StorageWeakRef(tensor.untyped_storage()) for tensor in tensors_in(value) if is_plain(tensor))
+    return {ref.cdata: ref for ref in refs}
 
 
 def tensors_in(value: Any, depth: int = 6) -> list[Tensor]:
@@ -107,6 +126,8 @@ def tensors_in(value: Any, depth: int = 6) -> list[Tensor]:
         children: Any = value.values()
     elif isinstance(value, list | tuple | set | frozenset):
         children = value
+    elif dataclasses.is_dataclass(value):
+        children = [getattr(value, item.name, None) for item in dataclasses.fields(value)]
     else:
         children = getattr(value, "__dict__", {}).values()
     return [tensor for child in list(children) for tensor in tensors_in(child, depth - 1)]

@@ -24,6 +24,9 @@ class Node(Protocol):
     @property
     def next_functions(self) -> tuple[tuple[Any, int], ...]: ...
 
+    @property
+    def _input_metadata(self) -> list[Any]: ...
+
 
 class Saved(Protocol):
     """One saved tensor as the table sees it."""
@@ -48,6 +51,7 @@ _SHAPE_ONLY = Need(Kind.METADATA, "backward reads the shape only")
 _TRUTH = Need(Kind.MASK, "booleans", membership=Membership("truth", (), (0.0, 1.0)))
 _WEIGHT = Need(Kind.EXACT, "weight")
 _STATISTIC = Need(Kind.EXACT, "statistic or factor that backward divides by or exponentiates")
+_BROADCAST = Need(Kind.EXACT, "factor that is broadcast")
 _RECURRENT = Need(Kind.EXACT, "recurrent op: read together with its exact workspace")
 _COMPARED = Need(Kind.EXACT, "compared element by element in backward")
 
@@ -82,8 +86,13 @@ def _lookup(reader: Reader | Mapping[str, Need], node: Node, field: str, fields:
 
 @cache
 def op_of(node_name: str) -> str:
-    """``ConvolutionBackward0`` -> ``Convolution``; Python functions (``MyOpBackward``) likewise."""
-    return re.sub(r"Backward\d*$", "", node_name.rsplit("::", 1)[-1])
+    """``ConvolutionBackward0`` -> ``Convolution``.
+
+    The node of a custom autograd function is named after its class and has no number: ``MulBackward`` ->
+    ``custom.Mul``, which is never the row of a built-in op.
+    """
+    name = re.sub(r"Backward\d*$", "", node_name.rsplit("::", 1)[-1])
+    return f"custom.{name}" if node_name.endswith("Backward") else name
 
 
 @cache
@@ -159,21 +168,26 @@ def _max_pool(node: Node, fields: Fields) -> Mapping[str, Need]:
 
 def _mul(node: Node, fields: Fields) -> Mapping[str, Need]:
     """A factor that was broadcast is small and often a statistic: kept. A leaf may be a dropout mask held as floats."""
-    numel = {name: saved.spec.numel for name, saved in fields.items()}
-    largest = max(numel.values(), default=0)
+    result = tuple(node._input_metadata[0].shape)
     needs = {}
     for name, saved in fields.items():
-        needs[name] = _PRODUCT if numel[name] == largest else Need(Kind.EXACT, "factor that is broadcast")
-        if saved.is_leaf and saved.spec.device.type == "cpu" and numel[name] == largest:
-            needs[name] = _LEAF_FACTOR
+        if saved.spec.numel != math.prod(result):
+            needs[name] = _BROADCAST
+        else:
+            needs[name] = _LEAF_FACTOR if saved.is_leaf and saved.spec.device.type == "cpu" else _PRODUCT
     return needs
 
 
 def _pow(node: Node, fields: Fields) -> Mapping[str, Need]:
     exponent = getattr(node, "_saved_exponent", None)
-    if isinstance(exponent, int | float) and exponent >= 2:
+    if isinstance(exponent, int | float) and exponent >= 2 and exponent == int(exponent):
         return {"self": _PRODUCT if exponent == 2 else _POINTWISE}
     return {"self": _STATISTIC}
+
+
+def _vector_norm(node: Node, fields: Fields) -> Mapping[str, Need]:
+    """Only the Euclidean norm has a gradient that is linear in the values."""
+    return {"self": _PRODUCT if getattr(node, "_saved_ord", None) == 2 else _COMPARED, "result": _STATISTIC}
 
 
 def _threshold(node: Node, fields: Fields) -> Mapping[str, Need]:
@@ -257,7 +271,7 @@ TABLE: dict[str, Reader | Mapping[str, Need]] = {
     "Exp": {"result": _PRODUCT},
     **_rows("Var VarMean", {"self": _PRODUCT}),
     "MseLoss": {"self": _PRODUCT, "target": _PRODUCT},
-    "LinalgVectorNorm": {"self": _PRODUCT, "result": _STATISTIC},
+    "LinalgVectorNorm": _vector_norm,
     **_rows("Sqrt Rsqrt Reciprocal", {"result": _STATISTIC}),
     **_rows("Maximum Minimum", {"self": _COMPARED, "other": _COMPARED}),
     **_rows("Amax Amin Max Min", {"self": _COMPARED, "result": _COMPARED}),

@@ -21,6 +21,16 @@ class Codec(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def carries_values(self) -> bool:
+        """Whether the values themselves come back, and not only their shape, class or place in a window."""
+        ...
+
+    @property
+    def takes_bound(self) -> bool:
+        """Whether ``encode`` needs a bound and keeps it."""
+        ...
+
     def accepts(self, dtype: torch.dtype) -> bool:
         """Whether tensors of this dtype can be encoded."""
         ...

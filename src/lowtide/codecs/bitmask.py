@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from lowtide.coding import bitpack, layout, membership
-from lowtide.errors import DtypeError, PayloadError
+from lowtide.errors import DtypeError, PayloadError, PolicyError
 from lowtide.records import Bound, Encoded, Membership
 
 __all__ = ["BitMask"]
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,12 @@ class BitMask:
 
     name: ClassVar[str] = "bitmask"
     version: ClassVar[int] = 1
+    carries_values: ClassVar[bool] = False
+    takes_bound: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if len(self.values) not in (2, 4):
+            raise PolicyError(f"bitmask has a stand-in for each of its 2 or 4 classes, got {len(self.values)}")
 
     @property
     def membership(self) -> Membership:
@@ -37,7 +45,7 @@ class BitMask:
     def accepts(self, dtype: torch.dtype) -> bool:
         if self.test == "truth":
             return dtype == torch.bool
-        return dtype.is_floating_point and membership.stands(self.membership, dtype)
+        return dtype in _DTYPES and membership.stands(self.membership, dtype)
 
     def encode(self, x: Tensor, bound: Bound | None = None, *, seed: int = 0) -> Encoded:
         if not self.accepts(x.dtype):
@@ -45,13 +53,13 @@ class BitMask:
         width = bitpack.width_for(len(self.values))
         codes = membership.classify(layout.memory_view(x), self.membership)
         meta = {"width": width, "values": self.values}
-        return Encoded(self.name, self.version, layout.dense_spec(x), meta, {"codes": bitpack.pack(codes, width)})
+        return Encoded(self.name, self.version, layout.spec_of(x), meta, {"codes": bitpack.pack(codes, width)})
 
     def decode(self, encoded: Encoded) -> Tensor:
         encoded.require(self.name, self.version)
         spec, width = encoded.spec, encoded.meta["width"]
-        if width not in bitpack.WIDTHS:
-            raise PayloadError(f"bitmask payload claims codes of {width} bits: corrupted")
+        if width not in bitpack.WIDTHS or len(encoded.meta["values"]) != 1 << width:
+            raise PayloadError(f"bitmask payload: {len(encoded.meta['values'])} values for {width} bits: corrupted")
         nbytes = bitpack.packed_nbytes(spec.numel, width)
         codes = bitpack.unpack(encoded.tensor("codes", dtype=torch.uint8, numel=nbytes), width, spec.numel)
         if spec.dtype == torch.bool:

@@ -19,7 +19,7 @@ _TARGETS = {"bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2":
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """|x' - x| <= |x| * 2**-9 for bf16, 2**-4 (e4m3) and 2**-3 (e5m2) of |x| for fp8, in the target's normal range.
+    """|x' - x| <= |x| * 2**-8 for bf16, 2**-4 (e4m3) and 2**-3 (e5m2) of |x| for fp8, in the target's normal range.
 
     fp8 is scaled by a power of two that puts the largest finite magnitude just below the format's largest value; below
     the normal range the error is at most half the smallest step. NaN, inf and values that the target would turn into
@@ -30,6 +30,8 @@ class Cast:
 
     name: ClassVar[str] = "cast"
     version: ClassVar[int] = 1
+    carries_values: ClassVar[bool] = True
+    takes_bound: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.to not in _TARGETS:
@@ -46,23 +48,25 @@ class Cast:
         finite = torch.where(flat.isfinite(), flat, 0).double() if target.itemsize == 1 else flat
         exponent = _exponent(finite, target) if target.itemsize == 1 else None
         narrow = (finite if exponent is None else torch.ldexp(finite, -exponent).float()).to(target)
-        lost = ~flat.isfinite() | ~narrow.float().isfinite()
-        tensors = {"values": narrow, **escapes.gather(flat, lost)}
-        if exponent is not None:
-            tensors["exponent"] = exponent.to(torch.int32)
-        return Encoded(self.name, self.version, layout.dense_spec(x), {"to": self.to}, tensors)
+        exponent = torch.zeros(1, device=x.device) if exponent is None else exponent
+        exponent = exponent.to(torch.int32)
+        lost = ~flat.isfinite() | ~_widen(narrow, exponent, x.dtype).isfinite()
+        tensors = {"values": narrow, "exponent": exponent, **escapes.gather(flat, lost)}
+        return Encoded(self.name, self.version, layout.spec_of(x), {"to": self.to}, tensors)
 
     def decode(self, encoded: Encoded) -> Tensor:
         encoded.require(self.name, self.version)
         spec = encoded.spec
         narrow = encoded.tensor("values", dtype=_TARGETS[encoded.meta["to"]], numel=spec.numel)
-        if "exponent" in encoded.tensors:
-            wide = torch.ldexp(narrow.double(), encoded.tensor("exponent", dtype=torch.int32, numel=1))
-        else:
-            wide = narrow
-        flat = wide.to(spec.dtype, copy=True)
+        flat = _widen(narrow, encoded.tensor("exponent", dtype=torch.int32, numel=1), spec.dtype)
         escapes.scatter(flat, encoded)
         return layout.restore(flat, spec)
+
+
+def _widen(narrow: Tensor, exponent: Tensor, dtype: torch.dtype) -> Tensor:
+    if narrow.dtype.itemsize == 2:
+        return narrow.to(dtype)
+    return torch.ldexp(narrow.double(), exponent).to(dtype)
 
 
 def _exponent(finite: Tensor, target: torch.dtype) -> Tensor:

@@ -20,12 +20,14 @@ class Identity:
 
     name: ClassVar[str] = "identity"
     version: ClassVar[int] = 1
+    carries_values: ClassVar[bool] = True
+    takes_bound: ClassVar[bool] = False
 
     def accepts(self, dtype: torch.dtype) -> bool:
         return True
 
     def encode(self, x: Tensor, bound: Bound | None = None, *, seed: int = 0) -> Encoded:
-        return Encoded(self.name, self.version, layout.dense_spec(x), {}, {"raw": layout.memory_view(x).clone()})
+        return Encoded(self.name, self.version, layout.spec_of(x), {}, {"raw": layout.memory_view(x).clone()})
 
     def decode(self, encoded: Encoded) -> Tensor:
         encoded.require(self.name, self.version)

@@ -25,12 +25,14 @@ class Shape:
 
     name: ClassVar[str] = "shape"
     version: ClassVar[int] = 1
+    carries_values: ClassVar[bool] = False
+    takes_bound: ClassVar[bool] = False
 
     def accepts(self, dtype: torch.dtype) -> bool:
         return True
 
     def encode(self, x: Tensor, bound: Bound | None = None, *, seed: int = 0) -> Encoded:
-        return Encoded(self.name, self.version, layout.dense_spec(x), {"poison": self.poison})
+        return Encoded(self.name, self.version, layout.spec_of(x), {"poison": self.poison})
 
     def decode(self, encoded: Encoded) -> Tensor:
         encoded.require(self.name, self.version)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from lowtide.coding import blocks, dither, escapes, layout
+from lowtide.coding import blocks, dither, layout
 from lowtide.errors import BoundError, DtypeError, PayloadError, UnknownNameError
 from lowtide.records import Bound, Encoded, TensorSpec
 
@@ -34,9 +34,10 @@ class Sz:
     x +- step / 2 lie on the dtype's own grid for all but very large x, and rounding x' cannot push it past them.
 
     With dither, E[x'] = x to within step / 512 and the error is uniform, whatever x is; its variance is step**2 / 12.
-    Zeros come back as zeros. NaN and inf come back bit for bit; so do values beyond 32766 steps. A bound of zero or NaN
-    that came out of a statistic stores the elements it governs exactly. A payload is never larger than the raw values:
-    what cannot be coded for less is stored raw. Any shape and any dense layout, coded in memory order.
+    Zeros come back as zeros. NaN and inf come back bit for bit; so do values beyond 2046 steps. A bound of zero or NaN
+    that came out of a statistic stores the elements it governs exactly. 1024 values that cannot be coded for less are
+    stored raw, so a payload never exceeds the raw values by more than its headers (a sixth of a bit a value). Any shape
+    and any dense layout, coded in memory order.
 
     ``keep_zeros`` forces "exactly zero" to have a code of its own, so that ``nonzero`` recovers it without the values.
     """
@@ -47,6 +48,8 @@ class Sz:
 
     name: ClassVar[str] = "sz"
     version: ClassVar[int] = 1
+    carries_values: ClassVar[bool] = True
+    takes_bound: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.rounding not in _ROUNDINGS:
@@ -58,49 +61,50 @@ class Sz:
         return dtype in _DTYPES
 
     def encode(self, x: Tensor, bound: Bound | None = None, *, seed: int = 0) -> Encoded:
+        prepared = self.prepare(x, bound, seed)
+        if prepared is None:
+            return Encoded(self.name, self.version, layout.spec_of(x), {"kind": "empty"})
+        spec, flat, grid, zero_code = prepared
+        streams = []
+        for start, stop in _slabs(spec):
+            part = flat[start:stop]
+            code, negative, lost = _quantise(part, grid, start, stop, zero_code)
+            streams.append(blocks.write(code, negative, lost, part))
+        tensors = {**blocks.join(streams), "step": grid.step.to(torch.bfloat16)}
+        return self.payload(spec, zero_code, grid, tensors)
+
+    def prepare(self, x: Tensor, bound: Bound | None, seed: int) -> tuple[TensorSpec, Tensor, Grid, bool] | None:
+        """What encoder and twin share: checks, memory order, grid, whether zero has a code. None if empty."""
         if not self.accepts(x.dtype):
             raise DtypeError(f"sz stores {', '.join(map(str, _DTYPES))}; got {x.dtype}")
         if bound is None:
             raise BoundError("sz needs an error bound: pass Bound.absolute(...) or a relative rule")
-        spec = layout.dense_spec(x)
+        spec = layout.spec_of(x)
         bound.check_shape(spec)
         flat = layout.memory_view(x)
-        zero_code = self._wants_zero_code(flat)
-        grid = _Grid(spec, bound, _step(bound, spec), seed if self.rounding == "dither" else None)
-        slabs, lost_index, lost_value = [], [], []
-        for start, stop in _slabs(spec):
-            part = flat[start:stop]
-            code, negative, lost = _quantise(part, grid, start, stop, zero_code)
-            slabs.append(blocks.split(code, negative))
-            index = lost.nonzero().squeeze(1)
-            lost_index.append(index + start)
-            lost_value.append(part[index])
-        tensors: dict[str, Tensor] = {}
-        meta: dict[str, Any] = {"kind": "raw"}
-        if slabs:
-            tensors, narrow = blocks.join(slabs)
-            tensors |= escapes.parts(torch.cat(lost_index), torch.cat(lost_value))
-            tensors["step"] = grid.step.to(torch.bfloat16)
-            meta = {"kind": self.coder, "narrow": narrow, "zero_code": zero_code, "axes": bound.axes, "seed": grid.seed}
-        encoded = Encoded(self.name, self.version, spec, meta, tensors)
-        if encoded.nbytes >= spec.nbytes:
-            return Encoded(self.name, self.version, spec, {"kind": "raw"}, {"raw": flat.clone()})
-        return encoded
+        if not spec.numel:
+            return None
+        grid = Grid(spec, bound, _step(bound, spec), seed if self.rounding == "dither" else None)
+        return spec, flat, grid, self._wants_zero_code(flat)
+
+    def payload(self, spec: TensorSpec, zero_code: bool, grid: Grid, tensors: dict[str, Tensor]) -> Encoded:
+        meta = {"kind": self.coder, "zero_code": zero_code, "axes": grid.axes, "seed": grid.seed}
+        return Encoded(self.name, self.version, spec, meta, tensors)
 
     def decode(self, encoded: Encoded) -> Tensor:
         encoded.require(self.name, self.version)
         spec = encoded.spec
-        if encoded.meta["kind"] == "raw":
-            return layout.restore(_raw(encoded).clone(), spec)
-        reader, grid = _reader(encoded), _grid(encoded)
         flat = torch.empty(spec.numel, dtype=spec.dtype, device=spec.device)
+        if encoded.meta["kind"] == "empty":
+            return layout.restore(flat, spec)
+        reader, grid = _reader(encoded), _grid(encoded)
         for start, stop in _slabs(spec):
             code, negative = reader.read(start, stop)
             zero = code == 0 if encoded.meta["zero_code"] else None
             magnitude = code if zero is None else code - 1
             value = grid.value(torch.where(negative, -magnitude, magnitude), start, stop)
             flat[start:stop] = value if zero is None else value.masked_fill_(zero, 0)
-        escapes.scatter(flat, encoded)
+        reader.write_exact(flat)
         return layout.restore(flat, spec)
 
     def step(self, bound: Bound, spec: TensorSpec) -> Tensor:
@@ -111,15 +115,15 @@ class Sz:
         """Where x was not zero, exactly, as ones and zeros in the dtype of x; needs a payload with a zero code."""
         encoded.require(self.name, self.version)
         spec = encoded.spec
-        if encoded.meta["kind"] == "raw":
-            return layout.restore((_raw(encoded) != 0).to(spec.dtype), spec)
+        flat = torch.empty(spec.numel, dtype=spec.dtype, device=spec.device)
+        if encoded.meta["kind"] == "empty":
+            return layout.restore(flat, spec)
         if not encoded.meta["zero_code"]:
             raise PayloadError("sz payload has no code for zero: encode with keep_zeros=True to ask for non-zeros")
         reader = _reader(encoded)
-        flat = torch.empty(spec.numel, dtype=spec.dtype, device=spec.device)
         for start, stop in _slabs(spec):
             flat[start:stop] = reader.read(start, stop)[0] != 0
-        escapes.scatter(flat, encoded)
+        reader.write_exact(flat)
         return layout.restore((flat != 0).to(spec.dtype), spec)
 
     def _wants_zero_code(self, flat: Tensor) -> bool:
@@ -128,22 +132,23 @@ class Sz:
         return self.rounding == "dither" and int((flat == 0).sum()) > flat.numel() * _ZERO_SHARE
 
 
-class _Grid:
+class Grid:
     """The reconstruction points of every element: steps and dither, the same for encoder and decoder."""
 
     def __init__(self, spec: TensorSpec, bound: Bound | None, step: Tensor, seed: int | None) -> None:
-        axes = bound.axes if bound is not None else ()
+        self.axes = bound.axes if bound is not None else ()
         self.dtype = spec.dtype
         self.device = spec.device
         self.work = torch.float64 if spec.dtype == torch.float64 else torch.float32
         self.step = step
         self.seed = seed
         self.promised = None if bound is None else bound.value.to(device=spec.device, dtype=torch.float64).flatten()
-        self.terms = layout.index_terms(spec, axes)
+        self.terms = layout.index_terms(spec, self.axes)
 
     @classmethod
-    def stored(cls, spec: TensorSpec, axes: tuple[int, ...], step: Tensor, seed: int | None) -> _Grid:
+    def stored(cls, spec: TensorSpec, axes: tuple[int, ...], step: Tensor, seed: int | None) -> Grid:
         grid = cls(spec, None, step, seed)
+        grid.axes = axes
         grid.terms = layout.index_terms(spec, axes)
         return grid
 
@@ -167,7 +172,7 @@ class _Grid:
         return ((q.to(self.work) - self.offsets(start, stop)) * self.steps(self.entries(start, stop))).to(self.dtype)
 
 
-def _quantise(part: Tensor, grid: _Grid, start: int, stop: int, zero_code: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _quantise(part: Tensor, grid: Grid, start: int, stop: int, zero_code: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, signs and the elements that must escape, for elements [start, stop)."""
     x = part.to(grid.work)
     entries = grid.entries(start, stop)
@@ -192,8 +197,9 @@ def _step(bound: Bound, spec: TensorSpec) -> Tensor:
     """Twice the bound with its mantissa cut, exact in bfloat16; zero where no promise can be kept by a grid."""
     keep = 5 if spec.dtype.itemsize == 2 else 8
     value = bound.value.to(device=spec.device, dtype=torch.float64).flatten()
-    # Half the largest float32, so that the step, twice the bound, is finite too.
-    value = torch.where(value > 0, value, 0).clamp(max=1.7e38)
+    # A quarter of the largest value, so that the step and every x' near zero are finite.
+    largest = min(torch.finfo(spec.dtype).max, torch.finfo(torch.float32).max)
+    value = torch.where(value > 0, value, 0).clamp(max=largest / 4)
     half = value.float()
     half = torch.where(half.double() > value, torch.nextafter(half, torch.zeros_like(half)), half)
     bits = half.view(torch.int32) & -(1 << (24 - keep))
@@ -206,17 +212,13 @@ def _slabs(spec: TensorSpec) -> Iterator[tuple[int, int]]:
         yield start, min(start + size, spec.numel)
 
 
-def _raw(encoded: Encoded) -> Tensor:
-    return encoded.tensor("raw", dtype=encoded.spec.dtype, numel=encoded.spec.numel)
-
-
-def _grid(encoded: Encoded) -> _Grid:
+def _grid(encoded: Encoded) -> Grid:
     axes = encoded.meta["axes"]
     count = 1
     for axis in axes:
         count *= encoded.spec.shape[axis]
     step = encoded.tensor("step", dtype=torch.bfloat16, numel=count).float()
-    return _Grid.stored(encoded.spec, axes, step, encoded.meta["seed"])
+    return Grid.stored(encoded.spec, axes, step, encoded.meta["seed"])
 
 
 def _reader(encoded: Encoded) -> blocks.Reader:
@@ -225,4 +227,4 @@ def _reader(encoded: Encoded) -> blocks.Reader:
     offsets = encoded.tensors.get("offsets")
     if offsets is None or offsets.dtype not in (torch.int32, torch.int64):
         raise PayloadError("sz payload lacks its chunk offsets: truncated or corrupted")
-    return blocks.Reader(headers, offsets, words, narrow=encoded.meta["narrow"], count=encoded.spec.numel)
+    return blocks.Reader(headers, offsets, words, dtype=encoded.spec.dtype, count=encoded.spec.numel)

@@ -32,6 +32,8 @@ class WindowIndex:
 
     name: ClassVar[str] = "window_index"
     version: ClassVar[int] = 1
+    carries_values: ClassVar[bool] = False
+    takes_bound: ClassVar[bool] = False
 
     def accepts(self, dtype: torch.dtype) -> bool:
         return dtype == torch.int64
@@ -39,7 +41,7 @@ class WindowIndex:
     def encode(self, x: Tensor, bound: Bound | None = None, *, seed: int = 0) -> Encoded:
         if not self.accepts(x.dtype):
             raise DtypeError(f"window_index stores int64 indices, got {x.dtype}")
-        spec = layout.dense_spec(x)
+        spec = layout.spec_of(x)
         width = bitpack.width_for(prod(self.kernel)) if 0 < len(self.kernel) <= x.dim() else 0
         if width:
             code = self._to_window(x)

@@ -24,10 +24,16 @@ def mix64(*words: int) -> int:
     return state
 
 
+def keys(seed: int) -> tuple[int, int]:
+    """The two 32-bit keys of a stream, as signed integers; neighbouring seeds have unrelated keys."""
+    mixed = mix64(seed)
+    return _signed32(mixed), _signed32(mixed >> 32)
+
+
 def offsets(seed: int, start: int, stop: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Dither for elements [start, stop) of stream ``seed``; ``start`` is a multiple of four."""
     assert start % 4 == 0, "slabs start on a hash word"
-    low, high = _signed32(seed), _signed32(seed >> 32)
+    low, high = keys(seed)
     word = torch.arange(start // 4, -(-stop // 4), device=device).to(torch.int32)
     word = word + low
     word = word ^ _shift_right(word, 16)

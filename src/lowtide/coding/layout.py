@@ -14,23 +14,29 @@ from lowtide.records import TensorSpec
 @lru_cache(maxsize=4096)
 def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Whether the elements fill a stretch of memory with no gap and no overlap, in some order of the axes."""
+    if 0 in shape:
+        return True
     expected = 1
     for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1):
-        if size == 0:
-            return True
         if step != expected:
             return False
         expected *= size
     return True
 
 
-def memory_view(x: Tensor) -> Tensor:
-    """The elements of a dense tensor as one row, in memory order, without a copy."""
+def spec_of(x: Tensor) -> TensorSpec:
+    """The spec of a dense tensor; anything else is refused."""
     if not is_dense(tuple(x.shape), tuple(x.stride())):
         raise LayoutError(
             f"tensor of shape {tuple(x.shape)} and strides {tuple(x.stride())} overlaps or has gaps; "
             "code x.clone() (which packs it) or keep it"
         )
+    return TensorSpec.of(x)
+
+
+def memory_view(x: Tensor) -> Tensor:
+    """The elements of a dense tensor as one row, in memory order, without a copy."""
+    spec_of(x)
     return x.as_strided((x.numel(),), (1,), x.storage_offset())
 
 

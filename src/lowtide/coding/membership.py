@@ -16,6 +16,11 @@ from lowtide.errors import UnknownNameError
 from lowtide.records import Membership
 
 
+def _wide(x: Tensor) -> Tensor:
+    """Some kernels compare 16-bit values in float32, where a threshold is not rounded to the tensor's dtype."""
+    return x.float() if x.dtype.itemsize == 2 else x
+
+
 def _truth(x: Tensor) -> Tensor:
     """Booleans as they are."""
     return x
@@ -23,7 +28,7 @@ def _truth(x: Tensor) -> Tensor:
 
 def _not_le(x: Tensor, threshold: float) -> Tensor:
     """ReLU, threshold: the gradient passes unless x <= threshold (so it passes where x is NaN)."""
-    return ~(x <= threshold)
+    return ~(_wide(x) <= threshold)
 
 
 def _gt(x: Tensor, threshold: float) -> Tensor:
@@ -42,12 +47,13 @@ def _inside_open(x: Tensor, low: float, high: float) -> Tensor:
 
 
 def _not_saturated(x: Tensor, low: float, high: float) -> Tensor:
-    """hardtanh, ReLU6: the gradient passes unless x <= low or x >= high."""
+    """hardtanh, ReLU6: the gradient passes unless x <= low or x >= high; at NaN torch's own kernels differ."""
+    x = _wide(x)
     return ~((x <= low) | (x >= high))
 
 
 def _not_shrunk(x: Tensor, low: float, high: float) -> Tensor:
-    """hardshrink, softshrink: the gradient passes unless low <= x <= high."""
+    """hardshrink, softshrink: the gradient passes unless low <= x <= high; at NaN torch's own kernels differ."""
     return ~((x >= low) & (x <= high))
 
 

@@ -52,4 +52,8 @@ class Fixed:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if set(state) != {"table"}:
             raise StateError(f"controller 'fixed' keeps 'table' in its state, the state dict has {sorted(state)}")
+        if set(state["table"]) != set(DEFAULTS):
+            raise StateError(
+                f"the table of 'fixed' has {', '.join(DEFAULTS)}; the state dict has {sorted(state['table'])}"
+            )
         self.table = {family: BoundRule.parse(rule) for family, rule in state["table"].items()}

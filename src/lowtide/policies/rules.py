@@ -16,7 +16,7 @@ from lowtide.bounds import BoundRule, BoundSource
 from lowtide.codecs import Codec
 from lowtide.controllers import Controller
 from lowtide.errors import LowtideWarning, PolicyError, UnknownNameError
-from lowtide.records import Kind, Need, Site, TensorSpec
+from lowtide.records import ROOT, Kind, Need, Site, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +37,28 @@ class Rule:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name in ("path", "op", "field", "module"):
+            if not isinstance(getattr(self, name), str):
+                raise PolicyError(f"rule: {name} is a pattern, so a string; got {getattr(self, name)!r}")
+        if not isinstance(self.keep, bool) or not isinstance(self.options, Mapping):
+            raise PolicyError(
+                f"{self}: keep is true or false and options are a table; got {self.keep!r}, {self.options!r}"
+            )
         if self.keep and (self.codec or self.bound is not None or self.options):
             raise PolicyError(f"{self}: 'keep' leaves a tensor as it is, so it has no codec, bound or options")
         if not self.keep and self.codec is None and self.bound is None:
             raise PolicyError(f"{self}: say keep = true, or name a codec, a bound or both")
         if self.options and self.codec is None:
             raise PolicyError(f"{self}: options belong to a codec; name it")
-        if self.codec is not None:
-            codecs.create(self.codec, **self.options)
         if self.bound is not None:
             object.__setattr__(self, "bound", BoundRule.parse(self.bound))
+        if self.codec is None:
+            return
+        codec = codecs.create(self.codec, **self.options)
+        if not codec.carries_values:
+            raise PolicyError(f"{self}: codec {codec.name!r} does not store values; it serves where no values are read")
+        if self.bound is not None and not codec.takes_bound:
+            raise PolicyError(f"{self}: codec {codec.name!r} takes no bound, so it cannot promise {self.bound}")
 
     @classmethod
     def parse(cls, source: Rule | Mapping[str, Any]) -> Rule:
@@ -62,7 +74,7 @@ class Rule:
 
     def matches(self, site: Site) -> bool:
         return (
-            fnmatchcase(site.path, self.path)
+            (fnmatchcase(site.path, self.path) or (not site.path and self.path == ROOT))
             and fnmatchcase(site.op, self.op)
             and fnmatchcase(site.field, self.field)
             and fnmatchcase(site.module, self.module)
@@ -90,6 +102,8 @@ def load_rules(source: str | Path | Mapping[str, Any] | Iterable[Rule | Mapping[
         if set(source) != {"rule"} or not isinstance(source["rule"], list | tuple):
             raise PolicyError(f"rules live in a list named 'rule' ([[rule]] in TOML); found {sorted(source)}")
         source = source["rule"]
+    if isinstance(source, Rule) or not isinstance(source, Iterable):
+        raise PolicyError(f"rules are a list of rules, a mapping or the path of a TOML file; got {source!r}")
     return tuple(Rule.parse(item) for item in source)
 
 
@@ -131,7 +145,8 @@ class Policy:
         rule = self.rules[hits[0]] if hits else None
         if rule is not None and rule.keep:
             return Decision(None, None, f"kept by {rule}")
-        if need.kind is Kind.EXACT and not (rule is not None and need.family == "unknown"):
+        opted_in = rule is not None and rule.op != "*" and need.family == "unknown"
+        if need.kind is Kind.EXACT and not opted_in:
             return Decision(None, None, need.why)
         codec, bound = self._choose(site, need, rule)
         if codec is None:
@@ -152,9 +167,9 @@ class Policy:
             return codecs.create("window_index", **window), None
         codec = codecs.create(rule.codec, **rule.options) if rule is not None and rule.codec else self.values
         if rule is not None and rule.bound is not None:
-            codec = codec or codecs.create("sz")
-            return codec, rule.bound
-        return codec, self.controller.bound(site, need) if codec is not None else None
+            return codec if codec is not None and codec.takes_bound else codecs.create("sz"), rule.bound
+        bounded = codec is not None and codec.takes_bound
+        return codec, self.controller.bound(site, need) if bounded else None
 
     def warn_unmatched(self, paths: Iterable[str]) -> None:
         """Once, after a whole forward: a rule whose patterns matched no save is probably a typo."""
@@ -163,7 +178,7 @@ class Policy:
         self._warned = True
         idle = [str(rule) for index, rule in enumerate(self.rules) if index not in self._matched]
         if idle:
-            seen = sorted({path for path in paths if path})
+            seen = sorted(set(paths))
             warnings.warn(
                 f"{'; '.join(idle)} matched none of the tensors saved in the first forward. "
                 f"Module paths there: {', '.join(seen[:8])}{', ...' if len(seen) > 8 else ''}",

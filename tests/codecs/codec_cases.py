@@ -1,0 +1,153 @@
+"""How the inputs of each codec are made: a table with a default, so that a new codec file is covered without an entry.
+
+Add a row to ``_VARIANTS`` only where float32 normals with a bound of 0.05 are not what the codec stores, or where its
+options have paths of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.codecs import Codec, create
+from lowtide.records import Bound, Encoded
+from lowtide.registry import CODECS
+
+POOLED_PLANE = (64, 64)
+DTYPES = (
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.bool,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+    torch.complex64,
+)
+
+
+def bits(x: Tensor) -> Tensor:
+    """The bytes of ``x`` in the order of its indices: equal bytes are equal NaNs and equal signs of zero."""
+    return x.detach().cpu().contiguous().flatten().view(torch.uint8)
+
+
+def bit_equal(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
+
+
+def same_geometry(a: Tensor, b: Tensor) -> bool:
+    return (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
+
+
+def lay_out(x: Tensor, order: tuple[int, ...]) -> Tensor:
+    """The same values with the axes in another order in memory, outermost first."""
+    inverse = [order.index(axis) for axis in range(x.dim())]
+    return x.permute(order).contiguous().permute(inverse)
+
+
+def make_normals(shape: tuple[int, ...]) -> Tensor:
+    return torch.randn(shape)
+
+
+def make_normals_with_nan(shape: tuple[int, ...]) -> Tensor:
+    """Every seventh element is one that no code can carry."""
+    x = torch.randn(shape)
+    x.flatten()[3::7] = math.nan
+    return x
+
+
+def make_half_zeros(shape: tuple[int, ...]) -> Tensor:
+    return make_normals_with_nan(shape).relu()
+
+
+def make_booleans(shape: tuple[int, ...]) -> Tensor:
+    return torch.randn(shape) > 0
+
+
+def make_indices(shape: tuple[int, ...]) -> Tensor:
+    return torch.randint(0, 1 << 20, shape)
+
+
+def make_wide_indices(shape: tuple[int, ...]) -> Tensor:
+    """Beyond the reach of int32."""
+    return torch.randint(1 << 40, 1 << 41, shape)
+
+
+def make_pooled_indices(shape: tuple[int, ...]) -> Tensor:
+    """Indices that 2x2 pooling of a plane of 64 x 64 could give; the last two sizes are at most 32."""
+    if len(shape) < 2:
+        return make_indices(shape)
+    row = 2 * torch.arange(shape[-2]).unsqueeze(1) + torch.randint(0, 2, shape)
+    column = 2 * torch.arange(shape[-1]) + torch.randint(0, 2, shape)
+    return row * POOLED_PLANE[1] + column
+
+
+@dataclass(frozen=True)
+class Case:
+    """One codec with one set of options, and inputs for it.
+
+    ``elementwise`` codecs give an element the same value wherever it lies in memory; the others promise ``bound``.
+    """
+
+    name: str
+    label: str = "default"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    make: Callable[[tuple[int, ...]], Tensor] = make_normals
+    bound: float | None = 0.05
+    elementwise: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.label}"
+
+    def create(self) -> Codec:
+        return create(self.name, **self.options)
+
+    def encode(self, x: Tensor, *, seed: int = 11) -> Encoded:
+        bound = None if self.bound is None else Bound.absolute(self.bound)
+        return self.create().encode(x, bound, seed=seed)
+
+
+_WINDOW = {"kernel": (2, 2), "stride": (2, 2), "padding": (0, 0), "dilation": (1, 1), "plane": POOLED_PLANE}
+_SIGN = {"test": "sign", "values": (0.0, 1.0, -1.0, math.nan)}
+
+
+def _elementwise(name: str, label: str, options: Mapping[str, Any], make: Callable[[tuple[int, ...]], Tensor]) -> Case:
+    return Case(name, label, options, make, bound=None, elementwise=True)
+
+
+_VARIANTS: dict[str, tuple[Case, ...]] = {
+    "bitmask": (
+        _elementwise("bitmask", "truth", {}, make_booleans),
+        _elementwise("bitmask", "not_le", {"test": "not_le", "params": (0.0,)}, make_normals),
+        _elementwise("bitmask", "sign", _SIGN, make_normals_with_nan),
+    ),
+    "cast": (
+        _elementwise("cast", "bf16", {}, make_normals_with_nan),
+        _elementwise("cast", "fp8_e4m3", {"to": "fp8_e4m3"}, make_normals_with_nan),
+        _elementwise("cast", "fp8_e5m2", {"to": "fp8_e5m2"}, make_normals),
+    ),
+    "identity": (_elementwise("identity", "default", {}, make_normals_with_nan),),
+    # Without poison the values of the stand-in are whatever the memory held: nothing to compare.
+    "shape": (_elementwise("shape", "poison", {"poison": True}, make_normals),),
+    "sz": (
+        Case("sz", "dither"),
+        Case("sz", "nearest", {"rounding": "nearest"}, make_normals_with_nan, elementwise=True),
+        Case("sz", "keep_zeros", {"keep_zeros": True}, make_half_zeros),
+        Case("sz", "raw", bound=1e-12),
+    ),
+    "window_index": (
+        _elementwise("window_index", "plane", {}, make_indices),
+        _elementwise("window_index", "wide", {}, make_wide_indices),
+        _elementwise("window_index", "pooled", _WINDOW, make_pooled_indices),
+    ),
+}
+
+CASES = tuple(case for name in CODECS.names() for case in _VARIANTS.get(name, (Case(name),)))
