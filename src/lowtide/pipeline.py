@@ -9,6 +9,7 @@ from collections import Counter
 import torch
 from torch import Tensor
 
+from lowtide import kernels
 from lowtide.capture.handles import Alias, Entry, Handle
 from lowtide.capture.identity import Left
 from lowtide.codecs import Codec
@@ -167,8 +168,9 @@ class Pipeline:
         if not layout.is_dense(tuple(x.shape), tuple(x.stride())):
             x = x.clone()
         bound = decision.bound.resolve(x, handle.need) if decision.bound is not None else None
-        held = self.store.put(codec.encode(x, bound, seed=self._next_seed(handle.site)))
         witness = Witness.of(x, codec, bound, self.check) if self.check else None
+        codec = kernels.twin(codec, x.device, x.dtype)
+        held = self.store.put(codec.encode(x, bound, seed=self._next_seed(handle.site)))
         self.coded += 1
         return Payload(codec, held, self.ledger, witness), held.nbytes
 

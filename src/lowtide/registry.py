@@ -55,6 +55,7 @@ def _modules(package: str) -> tuple[str, ...]:
 
 
 CODECS = Registry("lowtide.codecs", "codec")
+KERNELS = Registry("lowtide.kernels", "kernel")
 STORES = Registry("lowtide.stores", "store")
 CONTROLLERS = Registry("lowtide.controllers", "controller")
 METHODS = Registry("lowtide.methods", "method")

@@ -87,18 +87,24 @@ def read(parts: Parts, *, count: int, nbits: int) -> Content:
     return Content(codes[:count], *_exact(parts, count, nbits))
 
 
+def parts_of(encoded: Encoded) -> Parts:
+    """The parts of an ``sz`` payload."""
+    return Parts(*(encoded.tensors[name].tolist() for name in ("headers", "offsets", "words")))
+
+
+def content(encoded: Encoded) -> Content:
+    """All that an ``sz`` payload holds, in memory order."""
+    return read(parts_of(encoded), count=encoded.spec.numel, nbits=8 * encoded.spec.dtype.itemsize)
+
+
 def escapes(encoded: Encoded) -> dict[int, int]:
     """The escapes of an ``sz`` payload: position in memory order and bits."""
-    return _exact(_parts_of(encoded), encoded.spec.numel, 8 * encoded.spec.dtype.itemsize)[0]
+    return _exact(parts_of(encoded), encoded.spec.numel, 8 * encoded.spec.dtype.itemsize)[0]
 
 
 def raw_chunks(encoded: Encoded) -> list[int]:
     """Which chunks of an ``sz`` payload are raw."""
-    return [chunk.index for chunk in _chunks(_parts_of(encoded)) if chunk.is_raw]
-
-
-def _parts_of(encoded: Encoded) -> Parts:
-    return Parts(*(encoded.tensors[name].tolist() for name in ("headers", "offsets", "words")))
+    return [chunk.index for chunk in _chunks(parts_of(encoded)) if chunk.is_raw]
 
 
 def _planes(codes: list[int]) -> tuple[list[int], list[int]]:

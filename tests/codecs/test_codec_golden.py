@@ -26,7 +26,7 @@ def ramp(count: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
 def widening(count: int) -> Tensor:
     """Every block of 32 holds values twice those of the block before, 13 times; then the same without signs."""
     block = torch.arange(count) // 32
-    values = ramp(count) * 2.0 ** (block % 13 - 4)
+    values = torch.ldexp(ramp(count), block % 13 - 4)
     return torch.where(block // 13 % 2 == 1, values.abs(), values)
 
 

@@ -14,7 +14,7 @@ import torch
 from codec_cases import CASES, Case
 
 from lowtide import codecs
-from lowtide.errors import FormatVersionError, LowtideError, PayloadError, UnknownNameError
+from lowtide.errors import FormatVersionError, PayloadError, PolicyError, UnknownNameError
 from lowtide.records import Encoded
 
 SHAPE = (5, 16, 25)
@@ -171,8 +171,9 @@ def test_bitmask_refuses_values_that_do_not_match_the_width(width: int, values: 
 
 def test_bitmask_refuses_to_write_what_it_would_refuse_to_read() -> None:
     """Three stand-ins for the four classes of ``sign``: each falls into its class, but the fourth code has none."""
-    with pytest.raises(LowtideError, match="bitmask"):
-        codecs.create("bitmask", test="sign", values=(0.0, 1.0, -1.0)).encode(torch.randn(9))
+    for values in ((), (0.0,), (0.0, 1.0, -1.0), (0.0,) * 5):
+        with pytest.raises(PolicyError, match=f"bitmask has a stand-in for .* 2 or 4 classes, got {len(values)}"):
+            codecs.create("bitmask", test="sign", values=values)
 
 
 def test_nbytes_counts_a_shared_storage_once() -> None:

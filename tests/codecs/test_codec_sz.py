@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import blocks_format
 import pytest
 import torch
 from blocks_format import bits_of, escapes, raw_chunks
@@ -81,6 +82,28 @@ def test_a_step_is_at_most_half_the_largest_value(dtype: torch.dtype, step: floa
             assert bool(codec.decode(codec.encode(x, Bound.absolute(bound))).isfinite().all())
 
 
+@pytest.mark.parametrize("codec", [DITHER, NEAREST, Sz(keep_zeros=True)], ids=["dither", "nearest", "keep_zeros"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_payload_read_by_hand_decodes_alike(codec: Sz, dtype: torch.dtype) -> None:
+    """x' = (q - u) * step; with a code for zero, code 0 is zero and code c is q = c - 1; what is exact is itself."""
+    x = torch.randn(3, 1100).to(dtype)
+    x[:, ::9], x[0, 5], x[2, 1099] = 0.0, math.nan, -6e4
+    x[1] *= 1e4  # the second chunk is nearly all of it
+    encoded = codec.encode(x, Bound.absolute([0.3, 0.1, 0.02], (0,)), seed=21)
+    content = blocks_format.content(encoded)
+    assert content.escapes and content.raw and len(content.escapes | content.raw) < x.numel()
+    code = torch.tensor(content.codes)
+    q = torch.where(code < 0, code + 1, code - 1) if encoded.meta["zero_code"] else code
+    work = torch.float64 if dtype == torch.float64 else torch.float32
+    u = 0 if codec.rounding == "nearest" else dither.offsets(21, 0, 3300, dtype=work, device=torch.device("cpu"))
+    expected = ((q - u) * encoded.tensors["step"].to(work).repeat_interleave(1100)).to(dtype)
+    if encoded.meta["zero_code"]:
+        expected[code == 0] = 0
+    exact = content.escapes | content.raw
+    decoded = codec.decode(encoded).flatten()
+    assert bits_of(decoded) == [exact.get(at, value) for at, value in enumerate(bits_of(expected))]
+
+
 def test_cost_to_the_byte() -> None:
     """Blocks of zeros have no words. The one block with values holds codes up to 5 of both signs: 3 planes and the
     signs, 4 bytes each."""
@@ -121,6 +144,16 @@ def test_an_error_beyond_the_bound_by_less_than_an_ulp_escapes() -> None:
     error = (x.double() + u.double())[lost].frac()
     assert len(lost) > 500 and bool(((error > 0.5) & (error < 0.5 + 2.0**-24)).all())
     assert float((DITHER.decode(encoded).double() - x.double()).abs().max()) <= 0.5
+
+
+def test_a_bound_just_below_a_float32_is_not_taken_for_it() -> None:
+    """Between 128 and 255 bfloat16 has the integers, so errors are 0 or 1; float32 would round the bound to 1."""
+    x = torch.zeros(1024, dtype=torch.bfloat16)
+    x[:128] = torch.arange(128, 256)
+    encoded = NEAREST.encode(x, Bound.absolute(1 - 1e-10))
+    assert len(escaped(encoded)) > 10, "no value was ever in danger"
+    assert torch.equal(NEAREST.decode(encoded), x)
+    assert not torch.equal(NEAREST.decode(NEAREST.encode(x, Bound.absolute(1.0))), x)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

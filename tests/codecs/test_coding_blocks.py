@@ -54,10 +54,6 @@ def draw(count: int, dtype: torch.dtype, *, signed: bool, share: float) -> tuple
     return draw_codes(count, signed=signed).masked_fill(lost, 0), lost, draw_bits(count, dtype)
 
 
-def parts_of(expected: blocks_format.Parts) -> dict[str, list[int]]:
-    return {name: getattr(expected, name) for name in NAMES}
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.5])
 @pytest.mark.parametrize("signed", [False, True], ids=["unsigned", "signed"])
@@ -72,7 +68,7 @@ def test_bytes_are_those_of_the_format_and_read_back(
     assert all(bit_equal(part, before) for part, before in zip((codes, lost, values), kept, strict=True))
     nbits = 8 * dtype.itemsize
     expected = blocks_format.write(codes.tolist(), lost.tolist(), bits_of(values), nbits=nbits)
-    assert {name: part.tolist() for name, part in parts.items()} == parts_of(expected)
+    assert blocks_format.Parts(*(parts[name].tolist() for name in NAMES)) == expected
     assert [parts[name].dtype for name in NAMES] == [torch.uint8, torch.int32, torch.int32]
 
     content = blocks_format.read(expected, count=count, nbits=nbits)

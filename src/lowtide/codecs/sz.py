@@ -129,7 +129,10 @@ class Sz:
     def _wants_zero_code(self, flat: Tensor) -> bool:
         if self.keep_zeros:
             return True
-        return self.rounding == "dither" and int((flat == 0).sum()) > flat.numel() * _ZERO_SHARE
+        if self.rounding != "dither":
+            return False
+        zeros = flat.numel() - int(torch.count_nonzero(flat))
+        return zeros > flat.numel() * _ZERO_SHARE
 
 
 class Grid:
@@ -142,7 +145,7 @@ class Grid:
         self.work = torch.float64 if spec.dtype == torch.float64 else torch.float32
         self.step = step
         self.seed = seed
-        self.promised = None if bound is None else bound.value.to(device=spec.device, dtype=torch.float64).flatten()
+        self.promised = None if bound is None else _promised(bound, spec)
         self.terms = layout.index_terms(spec, self.axes)
 
     @classmethod
@@ -200,10 +203,19 @@ def _step(bound: Bound, spec: TensorSpec) -> Tensor:
     # A quarter of the largest value, so that the step and every x' near zero are finite.
     largest = min(torch.finfo(spec.dtype).max, torch.finfo(torch.float32).max)
     value = torch.where(value > 0, value, 0).clamp(max=largest / 4)
-    half = value.float()
-    half = torch.where(half.double() > value, torch.nextafter(half, torch.zeros_like(half)), half)
-    bits = half.view(torch.int32) & -(1 << (24 - keep))
+    bits = _down32(value).view(torch.int32) & -(1 << (24 - keep))
     return bits.view(torch.float32) * 2
+
+
+def _promised(bound: Bound, spec: TensorSpec) -> Tensor:
+    """What an element is compared with: the bound, rounded down to the precision that the work is done in."""
+    value = bound.value.to(device=spec.device, dtype=torch.float64).flatten()
+    return value if spec.dtype == torch.float64 else _down32(value).double()
+
+
+def _down32(value: Tensor) -> Tensor:
+    narrow = value.float()
+    return torch.where(narrow.double() > value, torch.nextafter(narrow, torch.zeros_like(narrow)), narrow)
 
 
 def _slabs(spec: TensorSpec) -> Iterator[tuple[int, int]]:

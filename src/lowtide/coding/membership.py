@@ -21,14 +21,21 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype.itemsize == 2 else x
 
 
+def _rounded(threshold: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(threshold, dtype=torch.float64).to(dtype))
+
+
 def _truth(x: Tensor) -> Tensor:
     """Booleans as they are."""
     return x
 
 
 def _not_le(x: Tensor, threshold: float) -> Tensor:
-    """ReLU, threshold: the gradient passes unless x <= threshold (so it passes where x is NaN)."""
-    return ~(_wide(x) <= threshold)
+    """ReLU, threshold: the gradient passes unless x <= threshold (so it passes where x is NaN).
+
+    CUDA's kernel rounds the threshold to the tensor's dtype first; the CPU's does not.
+    """
+    return ~(_wide(x) <= (_rounded(threshold, x.dtype) if x.is_cuda else threshold))
 
 
 def _gt(x: Tensor, threshold: float) -> Tensor:
