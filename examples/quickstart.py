@@ -25,7 +25,7 @@ GLYPHS = (
     "00110 01000 10000 11110 10001 10001 01110", "11111 00001 00010 00100 01000 01000 01000",
     "01110 10001 10001 01110 10001 10001 01110", "01110 10001 10001 01111 00001 00010 01100",
 )  # fmt: skip
-STEPS, BATCH, NOISE = 80, 64, 0.6
+STEPS, BATCH, NOISE = 60, 64, 0.5
 
 
 def digits(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -45,9 +45,9 @@ def digits(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 def train(method: str | None, device: str) -> dict[str, str]:
     """One run; the same seeds for every method, so the same weights and batches."""
     torch.manual_seed(0)
-    model: nn.Module = zoo.build("resnet18", num_classes=10, stem="cifar", width=16).to(device)
+    model: nn.Module = zoo.build("resnet18", num_classes=10, stem="cifar", width=8).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=5e-3, total_steps=STEPS)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=STEPS)
     tide = lowtide.attach(model, method, optimizer=optimizer) if method else None
     generator = torch.Generator().manual_seed(1)
     begin = time.perf_counter()
@@ -76,7 +76,7 @@ def train(method: str | None, device: str) -> dict[str, str]:
 
 def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    print(f"ResNet-18 (width 16), {STEPS} steps of {BATCH} images, on {device}")
+    print(f"ResNet-18 (width 8), {STEPS} steps of {BATCH} images, on {device}")
     rows = [train(method, device) for method in (None, "fixed")]
     heads = ("method", "test accuracy", "plain", "held", "ratio", "time")
     print("\nactivations saved for backward, at their peak:")

@@ -36,8 +36,8 @@ class Sz:
     With dither, E[x'] = x to within step / 512 and the error is uniform, whatever x is; its variance is step**2 / 12.
     Zeros come back as zeros. NaN and inf come back bit for bit; so do values beyond 2046 steps. A bound of zero or NaN
     that came out of a statistic stores the elements it governs exactly. 1024 values that cannot be coded for less are
-    stored raw, so a payload never exceeds the raw values by more than its headers (a sixth of a bit a value). Any shape
-    and any dense layout, coded in memory order.
+    stored raw, so a payload exceeds the raw values at most by its headers and steps (a sixth of a bit a value, and two
+    bytes a bound). Any shape and any dense layout, coded in memory order.
 
     ``keep_zeros`` forces "exactly zero" to have a code of its own, so that ``nonzero`` recovers it without the values.
     """

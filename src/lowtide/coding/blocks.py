@@ -53,6 +53,7 @@ class Stream:
 
 def write(codes: Tensor, negative: Tensor, lost: Tensor, values: Tensor) -> Stream:
     """Chunks of magnitudes (int32) with signs; elements that are ``lost`` carry code 0 and their value as an escape."""
+    assert not bool((negative & (codes == 0)).any()), "zero has no sign"
     count = values.numel()
     codes, negative, lost, values = (_fill(part) for part in (codes, negative, lost, values))
     chunks = codes.numel() // CHUNK
@@ -128,6 +129,7 @@ class Reader:
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Magnitudes (int32) and signs (bool) of elements [start, stop); ``start`` is a multiple of a chunk."""
+        assert start % CHUNK == 0, "slabs start on a chunk"
         rows = slice(start // BLOCK, -(-stop // BLOCK))
         width, signed, first = self._width[rows], self._signed[rows], self._first[rows]
         codes = torch.zeros((width.numel(), BLOCK), dtype=torch.int32, device=width.device)
