@@ -15,7 +15,7 @@ LAYERS = (
     ("registry", "ledger"),
     ("coding", "bounds"),
     ("codecs", "stores", "controllers"),
-    ("policies", "methods", "capture", "witness"),
+    ("policies", "methods", "capture", "witness", "kernels"),
     ("pipeline",),
     ("reports",),
     ("session",),

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from lowtide import methods
-from lowtide.capture.hooks import Capture, Scope
+from lowtide.capture.hooks import Capture
+from lowtide.capture.scopes import Scope, Scopes
 from lowtide.errors import AttachError, LowtideWarning, StateError, UnknownNameError
 from lowtide.ledger import Ledger
 from lowtide.pipeline import Pipeline
@@ -54,17 +55,18 @@ class Session:
         self.controller = chosen.controller()
         policy = Policy(self.controller, chosen.values(), load_rules(rules), poison=bool(check))
         self._pipeline = Pipeline(policy, STORES.create(store), self.ledger, seed=seed, check=check)
-        self._capture = Capture(
+        capture = Capture(
             model, self.ledger, self._pipeline.settle, self._pipeline.left, min_size=min_size, recast=recast
         )
-        self._capture.on_forward = self._after_forward
+        self._scopes = capture.scopes
+        self._scopes.on_forward = self._after_forward
         self._modules: list[nn.Module] = []
         self._step_handle: Any = None
         self._warned_idle = False
         if model is not None:
             _refuse_unsuitable(model)
             for path, module in model.named_modules():
-                _hook(module, _EnterHook(self._capture, path), _LeaveHook(self._capture))
+                _hook(module, _EnterHook(self._scopes, path), _LeaveHook(self._scopes))
                 self._modules.append(module)
         if optimizer is not None:
             self._step_handle = optimizer.register_step_post_hook(_StepHook(self))
@@ -76,7 +78,7 @@ class Session:
         self._modules.clear()
         if self._step_handle is not None:
             self._step_handle.remove()
-        self._capture.abandon()
+        self._scopes.abandon()
 
     def step(self) -> None:
         """A training step has ended: bounds may change now. Called by the optimizer's hook if one was given."""
@@ -152,10 +154,10 @@ def compress(model: nn.Module | None = None, method: str = DEFAULT_METHOD, **opt
     """
     session = Session(model, method, **options)
     try:
-        session._capture.begin_block()
+        session._scopes.begin_block()
         yield session
     finally:
-        session._capture.end_block()
+        session._scopes.end_block()
         session.detach()
 
 
@@ -210,8 +212,8 @@ class _Hook:
 
 
 class _EnterHook(_Hook):
-    def __init__(self, capture: Capture, path: str) -> None:
-        self._capture, self._path = capture, path
+    def __init__(self, scopes: Scopes, path: str) -> None:
+        self._scopes, self._path = scopes, path
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
@@ -219,16 +221,16 @@ class _EnterHook(_Hook):
                 "torch.compile met a model that Lowtide is attached to; its hooks cannot be compiled. Call detach() "
                 "first, or do not compile this model"
             )
-        self._capture.enter(module, self._path, (args, kwargs), sys._getframe(1))
+        self._scopes.enter(module, self._path, (args, kwargs), sys._getframe(1))
 
 
 class _LeaveHook(_Hook):
-    def __init__(self, capture: Capture) -> None:
-        self._capture = capture
+    def __init__(self, scopes: Scopes) -> None:
+        self._scopes = scopes
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
-            self._capture.exit(module, output)
+            self._scopes.exit(module, output)
 
 
 class _InertHook:

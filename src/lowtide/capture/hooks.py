@@ -1,4 +1,4 @@
-"""The hooks: entering and leaving modules, packing and unpacking saved tensors.
+"""Pack and unpack: every save is screened, waits for its op to become known, and is then handed on to be settled.
 
 Numbers in brackets are the rules of docs/dataflow.md.
 """
@@ -6,12 +6,8 @@ Numbers in brackets are the rules of docs/dataflow.md.
 from __future__ import annotations
 
 import sys
-import threading
-import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import torch
@@ -20,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.capture import graph, identity, needs
 from lowtide.capture.handles import Alias, Deduplicator, Entry, Handle, Recast
-from lowtide.errors import LowtideWarning
+from lowtide.capture.scopes import Scope, Scopes
 from lowtide.ledger import Ledger
 from lowtide.records import Kind, Need, Site, TensorSpec
 
@@ -30,30 +26,8 @@ Leave = Callable[[Handle, identity.Left, int], None]
 _UNREACHED = Need(Kind.EXACT, "its op was not found in the graph (checkpoint boundary, or a view changed in place)")
 
 
-class Scope:
-    """One stretch of recording: a forward of the attached model, or a ``compress`` block."""
-
-    def __init__(self) -> None:
-        self.walker = graph.Walker()
-        self.unresolved: weakref.WeakSet[Handle] = weakref.WeakSet()
-        self.calls: Counter[tuple[str, str, str]] = Counter()
-        self.inputs: dict[int, StorageWeakRef] = {}
-        self.buffers: set[int] | None = None
-        self.packed = 0
-        self.is_pushed = False
-
-
-class _Local(threading.local):
-    """Per thread: the modules being run, innermost last, and the scope they record into."""
-
-    def __init__(self) -> None:
-        self.stack: list[tuple[nn.Module, str, FrameType]] = []
-        self.scope: Scope | None = None
-        self.block: Scope | None = None
-
-
 class Capture:
-    """Records saves while the model runs and hands each to ``settle`` once its op is known."""
+    """Takes in saves while the model runs and hands each to ``settle`` once its op is known."""
 
     def __init__(
         self, model: nn.Module | None, ledger: Ledger, settle: Settle, leave: Leave, *, min_size: int, recast: bool
@@ -65,139 +39,10 @@ class Capture:
         self._settle, self._leave = settle, leave
         self._ledger = ledger
         self._min_size, self._recast = min_size, recast
-        self._local = _Local()
-        self._warned: set[str] = set()
-        self.on_forward: Callable[[Scope], None] = lambda scope: None
-
-    # -- modules ---------------------------------------------------------------------------------------------------
-
-    def enter(self, module: nn.Module, path: str, inputs: Any, frame: FrameType) -> None:
-        """A module is about to run; the outermost one opens a scope [2]."""
-        local = self._local
-        self._drop_dead_frames(frame)
-        if not local.stack and local.block is None and not self._open_for(inputs):
-            return
-        if local.scope is None and local.block is not None:
-            local.scope = local.block
-            local.scope.inputs = identity.storages(inputs)
-        local.stack.append((module, path, frame))
-
-    def exit(self, module: nn.Module, output: Any) -> None:
-        """A module has run, or raised; the outermost one closes its scope."""
-        local = self._local
-        if not any(entry[0] is module for entry in local.stack):
-            return
-        while local.stack.pop()[0] is not module:
-            pass
-        if local.stack or local.scope is None:
-            return
-        scope, local.scope = local.scope, None
-        if scope is not local.block:
-            self._pop(scope)
-        if output is not None:
-            self._resolve(scope, [tensor.grad_fn for tensor in identity.tensors_in(output)], building=False)
-        if scope is not local.block:
-            self._flush(scope)
-        if output is not None:
-            self.on_forward(scope)
-
-    def abandon(self) -> None:
-        """Stop recording in this thread, in the middle of a forward if need be."""
-        local = self._local
-        scope, local.scope = local.scope, None
-        local.stack.clear()
-        if scope is not None and scope is not local.block:
-            self._pop(scope)
-            self._flush(scope)
-
-    def begin_block(self) -> None:
-        """Open a scope that lasts until ``end_block``, whatever runs inside."""
-        self._warn_nested(torch._C._autograd._top_saved_tensors_default_hooks(False))
-        scope = self._local.block = Scope()
-        self._push(scope)
-
-    def end_block(self) -> None:
-        scope, self._local.block = self._local.block, None
-        self._local.scope = None
-        self._local.stack.clear()
-        if scope is not None:
-            self._pop(scope)
-            self._flush(scope)
-
-    def _open_for(self, inputs: Any) -> bool:
-        """Open a scope unless this run must be left alone [9]."""
-        if not torch.is_grad_enabled():
-            return False
-        if torch._C._current_graph_task_id() != -1:  # a recomputation inside backward
-            return False
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            self._warn(
-                "func",
-                "a torch.func transform or torch.compile is tracing the model, which forbids saved-tensor hooks: "
-                "nothing is compressed there. Call detach() before compiling",
-            )
-            return False
-        other = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if other is not None and getattr(other[0], "__module__", None) == "torch.utils.checkpoint":
-            return False
-        self._warn_nested(other)
-        scope = Scope()
-        scope.inputs = identity.storages(inputs)
-        self._local.scope = scope
-        self._push(scope)
-        return True
-
-    def _push(self, scope: Scope) -> None:
-        torch._C._autograd._push_saved_tensors_default_hooks(self._pack, _unpack)
-        scope.is_pushed = True
-
-    def _pop(self, scope: Scope) -> None:
-        """Take our hooks off, also from under those that were put on after an interrupted forward [10]."""
-        if not scope.is_pushed:
-            return
-        scope.is_pushed = False
-        above = []
-        while (top := torch._C._autograd._top_saved_tensors_default_hooks(False)) is not None:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-            if top[0] == self._pack:
-                break
-            above.append(top)
-        for pair in reversed(above):
-            torch._C._autograd._push_saved_tensors_default_hooks(*pair)
-
-    def _flush(self, scope: Scope) -> None:
-        """What no path in the graph led to is kept as it is."""
-        for handle in list(scope.unresolved):
-            self._name(scope, handle, "unknown", "saved", _UNREACHED)
-        scope.unresolved.clear()
-
-    def _drop_dead_frames(self, frame: FrameType | None) -> None:
-        """Unwind modules that were left without their exit hook, as KeyboardInterrupt does [10]."""
-        local = self._local
-        if not local.stack:
-            return
-        alive: FrameType | None = frame
-        innermost = local.stack[-1][2]
-        while alive is not None and alive is not innermost:
-            alive = alive.f_back
-        if alive is not None:
-            return
-        running = set()
-        while frame is not None:
-            running.add(frame)
-            frame = frame.f_back
-        while local.stack and local.stack[-1][2] not in running:
-            local.stack.pop()
-        if not local.stack and local.scope is not None:
-            self.abandon()
-
-    # -- tensors ---------------------------------------------------------------------------------------------------
+        self.scopes = Scopes(self._pack, _unpack, self._resolve_output, self._flush)
 
     def _pack(self, tensor: Tensor) -> Handle:
-        local = self._local
-        self._drop_dead_frames(sys._getframe(1))
-        scope = local.scope or local.block
-        module, path, _ = local.stack[-1] if local.stack else (None, "", None)
+        scope, module, path = self.scopes.current(sys._getframe(1))
         handle = Handle(
             _spec(tensor), path, type(module).__name__ if module is not None else "", tensor.grad_fn is None
         )
@@ -267,6 +112,15 @@ class Capture:
             seen = self._casts[storage._cdata] = (StorageWeakRef(storage), parameter._version)
         return seen[1] == parameter._version
 
+    def _resolve_output(self, scope: Scope, output: Any) -> None:
+        self._resolve(scope, [tensor.grad_fn for tensor in identity.tensors_in(output)], building=False)
+
+    def _flush(self, scope: Scope) -> None:
+        """What no path in the graph led to is kept as it is."""
+        for handle in list(scope.unresolved):
+            self._name(scope, handle, "unknown", "saved", _UNREACHED)
+        scope.unresolved.clear()
+
     def _resolve(self, scope: Scope, roots: list[Any], *, building: bool) -> None:
         """Name the pending saves of every node that has become reachable [5]."""
         for node in scope.walker.visit(roots, building=building):
@@ -288,19 +142,6 @@ class Capture:
         handles = [other for other in (ref() for ref in entry.waiting) if other is not None]
         if handles and all(other.need is not None for other in handles):
             self._settle(entry, entry.take_waiting())
-
-    def _warn_nested(self, other: Any) -> None:
-        if other is not None:
-            self._warn(
-                "nested",
-                "other saved-tensor hooks (save_on_cpu, another Lowtide session, ...) are active here. Only the "
-                "innermost hooks apply, so until they end Lowtide's replace them",
-            )
-
-    def _warn(self, topic: str, text: str) -> None:
-        if topic not in self._warned:
-            self._warned.add(topic)
-            warnings.warn(text, LowtideWarning, stacklevel=4)
 
 
 def _unpack(handle: Handle) -> Tensor:

@@ -1,0 +1,198 @@
+"""When to record: which modules are running in this thread, and from when to when our saved-tensor hooks are on.
+
+Numbers in brackets are the rules of docs/dataflow.md.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lowtide.capture import graph, identity
+from lowtide.capture.handles import Handle
+from lowtide.errors import LowtideWarning
+
+
+class Scope:
+    """One stretch of recording: a forward of the attached model, or a ``compress`` block."""
+
+    def __init__(self) -> None:
+        self.walker = graph.Walker()
+        self.unresolved: weakref.WeakSet[Handle] = weakref.WeakSet()
+        self.calls: Counter[tuple[str, str, str]] = Counter()
+        self.inputs: dict[int, StorageWeakRef] = {}
+        self.buffers: set[int] | None = None
+        self.packed = 0
+        self.is_pushed = False
+
+
+class _Local(threading.local):
+    """Per thread: the modules being run, innermost last, and the scope they record into."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[nn.Module, str, FrameType]] = []
+        self.scope: Scope | None = None
+        self.block: Scope | None = None
+
+
+class Scopes:
+    """Opens a scope when the outermost module is entered, closes it when that module is left, however it is left.
+
+    ``resolve(scope, output)`` is called when the outermost module has returned ``output``, ``close(scope)`` when a
+    scope has ended, both with our hooks off already: whatever they raise, no hooks are left on.
+    """
+
+    def __init__(
+        self,
+        pack: Callable[[Tensor], Handle],
+        unpack: Callable[[Handle], Tensor],
+        resolve: Callable[[Scope, Any], None],
+        close: Callable[[Scope], None],
+    ) -> None:
+        self._pack, self._unpack = pack, unpack
+        self._resolve, self._close = resolve, close
+        self._local = _Local()
+        self._warned: set[str] = set()
+        self.on_forward: Callable[[Scope], None] = lambda scope: None
+
+    def enter(self, module: nn.Module, path: str, inputs: Any, frame: FrameType) -> None:
+        """A module is about to run; the outermost one opens a scope [2]."""
+        local = self._local
+        self.drop_dead_frames(frame)
+        if not local.stack and local.block is None and not self._open_for(inputs):
+            return
+        if local.scope is None and local.block is not None:
+            local.scope = local.block
+            local.scope.inputs = identity.storages(inputs)
+        local.stack.append((module, path, frame))
+
+    def exit(self, module: nn.Module, output: Any) -> None:
+        """A module has run, or raised (then ``output`` is None)."""
+        local = self._local
+        if not any(entry[0] is module for entry in local.stack):
+            return
+        while local.stack.pop()[0] is not module:
+            pass
+        if local.stack or local.scope is None:
+            return
+        scope, local.scope = local.scope, None
+        is_block = scope is local.block
+        if not is_block:
+            self._pop(scope)
+        if output is not None:
+            self._resolve(scope, output)
+        if not is_block:
+            self._close(scope)
+        if output is not None:
+            self.on_forward(scope)
+
+    def abandon(self) -> None:
+        """Stop recording in this thread, in the middle of a forward if need be."""
+        local = self._local
+        scope, local.scope = local.scope, None
+        local.stack.clear()
+        if scope is not None and scope is not local.block:
+            self._pop(scope)
+            self._close(scope)
+
+    def begin_block(self) -> None:
+        """Open a scope that lasts until ``end_block``, whatever runs inside."""
+        self._warn_nested(torch._C._autograd._top_saved_tensors_default_hooks(False))
+        scope = self._local.block = Scope()
+        self._push(scope)
+
+    def end_block(self) -> None:
+        scope, self._local.block = self._local.block, None
+        self._local.scope = None
+        self._local.stack.clear()
+        if scope is not None:
+            self._pop(scope)
+            self._close(scope)
+
+    def current(self, frame: FrameType) -> tuple[Scope | None, nn.Module | None, str]:
+        """The scope to record into, and the innermost module being run, for code that runs in ``frame``."""
+        self.drop_dead_frames(frame)
+        local = self._local
+        module, path, _ = local.stack[-1] if local.stack else (None, "", None)
+        return local.scope or local.block, module, path
+
+    def drop_dead_frames(self, frame: FrameType | None) -> None:
+        """Unwind modules that were left without their exit hook, as KeyboardInterrupt does [10]."""
+        stack = self._local.stack
+        if not stack:
+            return
+        alive, innermost = frame, stack[-1][2]
+        while alive is not None and alive is not innermost:
+            alive = alive.f_back
+        if alive is not None:
+            return
+        running = set()
+        while frame is not None:
+            running.add(frame)
+            frame = frame.f_back
+        while stack and stack[-1][2] not in running:
+            stack.pop()
+        if not stack:
+            self.abandon()
+
+    def _open_for(self, inputs: Any) -> bool:
+        """Open a scope unless this run must be left alone [9]."""
+        if not torch.is_grad_enabled():
+            return False
+        if torch._C._current_graph_task_id() != -1:  # a recomputation inside backward
+            return False
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            self._warn(
+                "func",
+                "a torch.func transform or torch.compile is tracing the model, which forbids saved-tensor hooks: "
+                "nothing is compressed there. Call detach() before compiling",
+            )
+            return False
+        other = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if other is not None and getattr(other[0], "__module__", None) == "torch.utils.checkpoint":
+            return False
+        self._warn_nested(other)
+        scope = self._local.scope = Scope()
+        scope.inputs = identity.storages(inputs)
+        self._push(scope)
+        return True
+
+    def _push(self, scope: Scope) -> None:
+        torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+        scope.is_pushed = True
+
+    def _pop(self, scope: Scope) -> None:
+        """Take our hooks off, also from under those that were put on after an interrupted forward [10]."""
+        if not scope.is_pushed:
+            return
+        scope.is_pushed = False
+        above = []
+        while (top := torch._C._autograd._top_saved_tensors_default_hooks(False)) is not None:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            if top[0] == self._pack:
+                break
+            above.append(top)
+        for pair in reversed(above):
+            torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+
+    def _warn_nested(self, other: Any) -> None:
+        if other is not None:
+            self._warn(
+                "nested",
+                "other saved-tensor hooks (save_on_cpu, another Lowtide session, ...) are active here. Only the "
+                "innermost hooks apply, so until they end Lowtide's replace them",
+            )
+
+    def _warn(self, topic: str, text: str) -> None:
+        if topic not in self._warned:
+            self._warned.add(topic)
+            warnings.warn(text, LowtideWarning, stacklevel=5)
