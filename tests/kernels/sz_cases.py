@@ -24,7 +24,7 @@ KEYS = [(0, 0), (0, 1), (1, 0), (1, 1)]
 _MASK64 = (1 << 64) - 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """One tensor, its bound, and how it is coded."""
 

@@ -73,6 +73,7 @@ class Scopes:
         if local.scope is None and local.block is not None:
             local.scope = local.block
             local.scope.inputs = identity.storages(inputs)
+            local.scope.calls.clear()
         local.stack.append((module, path, frame))
 
     def exit(self, module: nn.Module, output: Any) -> None:
