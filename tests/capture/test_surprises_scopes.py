@@ -70,9 +70,10 @@ def test_a_checkpoint_inside_the_model_packs_its_input_exactly(three, gradients,
     with pytest.warns(lowtide.LowtideWarning) as caught:
         assert_same(plain, gradients(model, x))
     assert sorted(str(warning.message)[:20] for warning in caught) == ["rule(path='block*') ", "this forward saved t"]
-    kept = {entry.name: entry.reason for entry in session.report().sites}
+    # Up to torch 2.11 a checkpoint saves its inputs together with an empty tensor.
+    kept = {entry.name.partition("#")[0] for entry in session.report().sites if entry.raw_nbytes}
     boundary = "(model):custom.checkpoint_function.tensors[0]" if reentrant else "(model):unknown.saved"
-    assert set(kept) == {boundary, "last:addmm.mat1"}
+    assert kept == {boundary, "last:addmm.mat1"}
     assert session.ledger.raw_peak == 2 * 64 * 64 * 4
 
 
@@ -103,7 +104,8 @@ def test_selective_checkpointing_keeps_tensors_outside_autograd(three, gradients
     plain = gradients(model, x)
     session = lowtide.attach(model, "exact", min_size=0)
     assert_same(plain, gradients(model, x))
-    assert {entry.name for entry in session.report().sites} == {"last:addmm.mat1", "(model):unknown.saved"}
+    seen = {entry.name.partition("#")[0] for entry in session.report().sites}
+    assert seen == {"last:addmm.mat1", "(model):unknown.saved"}
 
 
 class _Stash(torch.autograd.Function):

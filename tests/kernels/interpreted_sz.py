@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Iterable
 
 import torch
-from sz_cases import DTYPES, check, make_cases
+from sz_cases import DTYPES, Case, check, make_cases
 
 from lowtide.kernels import sz
 
@@ -19,10 +20,10 @@ from lowtide.kernels import sz
 FEW_PROGRAMS = 8
 
 
-def main(dtype: torch.dtype) -> int:
+def main(cases: Iterable[Case]) -> int:
     torch.use_deterministic_algorithms(True)  # fills what torch.empty gives with NaN: an element not written shows
     production, failed, count = sz._CHUNKS, 0, 0
-    for count, case in enumerate(make_cases(dtype), 1):
+    for count, case in enumerate(cases, 1):
         # The first case goes through every path as it is launched on a device.
         sz._CHUNKS = production if count == 1 else FEW_PROGRAMS
         try:
@@ -37,4 +38,4 @@ def main(dtype: torch.dtype) -> int:
 
 if __name__ == "__main__":
     assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1 before this script starts"
-    sys.exit(main(DTYPES[sys.argv[1]]))
+    sys.exit(main(make_cases(DTYPES[sys.argv[1]])))

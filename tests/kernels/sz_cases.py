@@ -44,6 +44,7 @@ def make_cases(dtype: torch.dtype) -> Iterator[Case]:
     """All cases of a dtype, on the CPU; the same every time."""
     random = torch.Generator().manual_seed(dtype.itemsize)
     yield from _every_path(dtype, random)
+    yield from _borders(dtype, random)
     yield from _extremes(dtype, random)
     yield from _sizes(dtype, random)
     yield from _bounds_by_axes(dtype, random)
@@ -169,6 +170,20 @@ def _every_path(dtype: torch.dtype, random: torch.Generator) -> Iterator[Case]:
     yield Case("odd offset into the storage", x[1:4000], Bound.absolute(EXACT_BOUND))
 
 
+def _borders(dtype: torch.dtype, random: torch.Generator) -> Iterator[Case]:
+    """Around the last code, and errors that round to the bound but are larger."""
+    step, bound = 2 * EXACT_BOUND, Bound.absolute(EXACT_BOUND)
+    steps = torch.randint(-24, 25, (1024,), generator=random) / 8
+    steps = torch.where(steps < 0, steps - 2045, steps + 2045)
+    for rounding in ("dither", "nearest"):
+        yield Case("around the last code", (steps * step).to(dtype), bound, rounding)
+    # x / step + u is a tie that goes to zero, and x a little further away than it should be for that.
+    u = dither.offsets(77, 0, 2048, dtype=torch.float32, device=torch.device("cpu"))
+    x = ((u.sign() / 2 - u) * step).to(dtype)
+    beyond = torch.nextafter(x, x.sign() * torch.inf) if dtype == torch.float32 else x
+    yield Case("a little over the bound", beyond, bound, seed=77)
+
+
 def _extremes(dtype: torch.dtype, random: torch.Generator) -> Iterator[Case]:
     finfo = torch.finfo(dtype)
     subnormals = torch.randint(-400, 401, (1500,), generator=random).double() * finfo.smallest_normal * finfo.eps
@@ -200,6 +215,7 @@ def _bounds_by_axes(dtype: torch.dtype, random: torch.Generator) -> Iterator[Cas
         ("row", (33, 65), (0,), None),
         ("row of a sequence", (4, 9, 33), (0, 1), None),
         ("row of one sequence", (1, 33, 37), (0, 1), None),
+        ("row of a picture", (2, 3, 5, 33), (0, 1, 2), None),
         ("sample and channel", (2, 17, 7, 9), (0, 1), None),
         ("sample and channel, channels_last", (2, 17, 7, 9), (0, 1), channels_last),
     ]

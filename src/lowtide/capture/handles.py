@@ -126,9 +126,10 @@ class Entry:
 class Handle:
     """What a pack hook returns: owned by the graph, freed with it. It never holds a tensor that has a graph."""
 
-    __slots__ = ("__weakref__", "call_path", "entry", "is_leaf", "kept", "module", "need", "site", "spec")
+    __slots__ = ("__weakref__", "call_path", "entry", "is_leaf", "kept", "module", "need", "number", "site", "spec")
 
     def __init__(self, spec: TensorSpec, path: str, module: str, is_leaf: bool) -> None:
+        self.number = 0  # in the order of saving, within a scope
         self.spec = spec
         self.call_path = path
         self.module = module

@@ -50,6 +50,7 @@ class Capture:
             handle.kept = Alias(tensor.detach(), tensor._version, None)
             return handle
         scope.packed += 1
+        handle.number = scope.packed
         left = self._left_alone(tensor, scope, module)
         if left is None:
             self._wait(handle, tensor, scope)
@@ -117,7 +118,7 @@ class Capture:
 
     def _flush(self, scope: Scope) -> None:
         """What no path in the graph led to is kept as it is."""
-        for handle in list(scope.unresolved):
+        for handle in sorted(scope.unresolved, key=lambda handle: handle.number):
             self._name(scope, handle, "unknown", "saved", _UNREACHED)
         scope.unresolved.clear()
 

@@ -150,7 +150,7 @@ class Reader:
             position, value = _read_escapes(self._words, at, self._dtype)
             if int(position.amax()) >= CHUNK or int((chunk * CHUNK + position).amax()) >= flat.numel():
                 raise PayloadError("blocks payload: an escape lies outside its chunk: corrupted")
-            flat[chunk * CHUNK + position] = value
+            flat.view(value.dtype)[chunk * CHUNK + position] = value
         for index in self._raw.nonzero().flatten().tolist():
             part = flat[index * CHUNK : (index + 1) * CHUNK]
             start = int(self._base[index])
@@ -187,11 +187,13 @@ def _write_escapes(words: Tensor, at: Tensor, lost: Tensor, values: Tensor) -> N
 
 
 def _read_escapes(words: Tensor, at: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Positions, and the values as integers: writing floats by index may pass them through another float type."""
     if dtype.itemsize == 2:
         word = words[at]
-        return (word >> 16).long() & 0xFFFF, (word & 0xFFFF).to(torch.int16).view(dtype)
+        return (word >> 16).long() & 0xFFFF, (word & 0xFFFF).to(torch.int16)
     parts = [words[at + 1 + word] for word in range(dtype.itemsize // 4)]
-    return words[at].long() & 0xFFFFFFFF, torch.stack(parts, 1).view(dtype).flatten()
+    bits = torch.int64 if dtype.itemsize == 8 else torch.int32
+    return words[at].long() & 0xFFFFFFFF, torch.stack(parts, 1).view(bits).flatten()
 
 
 def _write_raw(words: Tensor, base: Tensor, counts: Tensor, raw: Tensor, values: Tensor) -> None:

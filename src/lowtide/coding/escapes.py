@@ -8,6 +8,8 @@ from torch import Tensor
 from lowtide.errors import PayloadError
 from lowtide.records import Encoded
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 def gather(flat: Tensor, where: Tensor) -> dict[str, Tensor]:
     """Payload parts for the elements of ``flat`` that ``where`` marks."""
@@ -22,4 +24,6 @@ def scatter(flat: Tensor, encoded: Encoded) -> None:
     if index.numel():
         if int(index.amin()) < 0 or int(index.amax()) >= flat.numel():
             raise PayloadError(f"{encoded.codec} payload: an escape lies outside the tensor: corrupted")
-        flat[index] = value
+        # As integers: writing floats by index may pass them through another float type, which not every NaN survives.
+        bits = _INTEGERS[flat.dtype.itemsize]
+        flat.view(bits)[index] = value.view(bits)

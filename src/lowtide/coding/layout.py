@@ -59,12 +59,17 @@ def index_terms(spec: TensorSpec, axes: tuple[int, ...]) -> tuple[tuple[int, int
     Terms (divide, modulo, times): entry = sum of ((i // divide) % modulo) * times. In a dense layout the coordinate
     along an axis is (i // stride) % size, and the table is contiguous over ``axes``.
     """
-    terms = []
+    terms: list[tuple[int, int, int]] = []
     times = 1
     for axis in reversed(axes):
-        size = spec.shape[axis]
-        if size != 1:
-            terms.append((spec.stride[axis], size, times))
+        size, stride = spec.shape[axis], spec.stride[axis]
+        if size == 1:
+            continue
+        if terms and stride == terms[-1][0] * terms[-1][1]:  # neighbours in memory too: the two count as one axis
+            inner = terms.pop()
+            terms.append((inner[0], inner[1] * size, inner[2]))
+        else:
+            terms.append((stride, size, times))
         times *= size
     return tuple(reversed(terms))
 

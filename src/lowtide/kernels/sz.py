@@ -29,7 +29,7 @@ _CHUNKS = 1
 _WARPS = 1
 _EXACT: dict[str, Any] = {"enable_fp_fusion": False}
 # Numbers that change from call to call: a kernel for each value of them would be compiled otherwise.
-_RUNTIME = ["count", "chunks", "low", "high"]
+_RUNTIME = ["count", "chunks", "low", "high", "d0", "m0", "t0", "d1", "m1", "t1"]
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -55,7 +55,7 @@ class SzKernel:
 
     def encode(self, x: Tensor, bound: Bound | None = None, *, seed: int = 0) -> Encoded:
         prepared = self.codec.prepare(x, bound, seed)
-        if prepared is None:
+        if prepared is None or len(prepared[2].terms) > 2:
             return self.codec.encode(x, bound, seed=seed)
         spec, flat, grid, zero_code = prepared
         assert grid.promised is not None, "only the decoder works without a bound"
@@ -90,14 +90,15 @@ class SzKernel:
     def _decode(self, encoded: Encoded, *, mask: bool) -> Tensor:
         encoded.require(self.codec.name, self.codec.version)
         spec = encoded.spec
-        if encoded.meta["kind"] == "empty":
-            return self.codec.decode(encoded)
+        terms = layout.index_terms(spec, encoded.meta.get("axes", ()))
+        if encoded.meta["kind"] == "empty" or len(terms) > 2:
+            return self.codec.nonzero(encoded) if mask else self.codec.decode(encoded)
         chunks = -(-spec.numel // blocks.CHUNK)
         headers = encoded.tensor("headers", dtype=torch.uint8, numel=chunks * blocks.HEADER_NBYTES)
         words, offsets = encoded.tensor("words", dtype=torch.int32), encoded.tensors["offsets"]
         if offsets.numel() != chunks + 1:
             raise PayloadError(f"sz payload: {offsets.numel()} chunk offsets for {spec.numel} values: truncated")
-        terms, seed = layout.index_terms(spec, encoded.meta["axes"]), encoded.meta["seed"]
+        seed = encoded.meta["seed"]
         step = encoded.tensors["step"].float()
         flat = torch.empty(spec.numel, dtype=spec.dtype, device=spec.device)
         _decode[(triton.cdiv(chunks, _CHUNKS),)](
@@ -122,8 +123,7 @@ def _bits(flat: Tensor) -> Tensor:
 
 
 def _terms(terms: tuple[tuple[int, int, int], ...]) -> tuple[int, ...]:
-    if len(terms) > 2:
-        raise PayloadError(f"sz kernels take bounds along at most two axes, got {len(terms)}")
+    """The numbers of at most two terms; bounds that need more are left to the codec."""
     flat = [number for term in terms for number in term]
     return tuple(flat + [1] * (6 - len(flat)))
 
@@ -187,7 +187,9 @@ def _encode(
         step = tl.load(step_ptr + entry, mask=here, other=1.0)
         inverse = tl.load(inverse_ptr + entry, mask=here, other=1.0)
         bound = tl.load(bound_ptr + entry, mask=here, other=0.0)
-    scaled = x * inverse
+    # The selects around the two products change no value: they keep ptxas from fusing each with the addition after it
+    # (sm_100 has a paired multiply-add that it forms even where Triton forbids contraction).
+    scaled = tl.where(x == x, x * inverse, x)
     offset = 0.0
     if DITHER:
         offset = _dither(index, low, high)
@@ -195,7 +197,7 @@ def _encode(
     in_range = tl.abs(scaled) <= 2046.5
     # Adding and taking away 1.5 * 2**23 rounds to the nearest integer, ties to even.
     q = tl.where(in_range, (scaled + 12582912.0) - 12582912.0, 0.0)
-    restored = (q - offset) * step
+    restored = tl.where(in_range, (q - offset) * step, 0.0)
     if SOFT:
         restored = _round_bf16(restored)
     restored = restored.to(raw.dtype).to(tl.float32)
