@@ -3,7 +3,7 @@
     make demo            # or: python examples/quickstart.py
 
 The data are digits drawn from a 5 x 7 pixel font, moved, scaled and buried in noise, so that the net has something to
-learn. On two CPU cores this takes about a minute; a GPU is used if there is one.
+learn. On two CPU cores this takes one to two minutes; a GPU is used if there is one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GLYPHS = (
     "00110 01000 10000 11110 10001 10001 01110", "11111 00001 00010 00100 01000 01000 01000",
     "01110 10001 10001 01110 10001 10001 01110", "01110 10001 10001 01111 00001 00010 01100",
 )  # fmt: skip
-STEPS, BATCH, NOISE = 60, 64, 0.5
+STEPS, BATCH, NOISE = 100, 64, 0.5
 
 
 def digits(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

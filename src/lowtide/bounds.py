@@ -80,6 +80,29 @@ def _masked(x: Tensor, axes: tuple[int, ...]) -> tuple[Tensor, Tensor, list[int]
 
 
 def _std(x: Tensor, axes: tuple[int, ...]) -> Tensor:
+    fast = _std_from_moments(x, axes)
+    return fast if fast is not None else _std_in_two_passes(x, axes)
+
+
+def _std_from_moments(x: Tensor, axes: tuple[int, ...]) -> Tensor | None:
+    """Three reductions and no temporary: zeros add nothing to sums, so only their number has to be known.
+
+    None where that is not good enough: non-finite values, squares that over- or underflow, or a spread so small beside
+    the mean that the difference of the two moments would be off by more than 1e-4.
+    """
+    over = [axis for axis in range(x.dim()) if axis not in axes]
+    if not over or not x.numel():
+        return None
+    work = torch.promote_types(x.dtype, torch.float32)
+    count = torch.count_nonzero(x, over)
+    mean = x.sum(over, dtype=work) / count.clamp(min=1)
+    square = torch.linalg.vector_norm(x, dim=over, dtype=work).square_() / count.clamp(min=1)
+    spread = square - mean.square()
+    is_sound = (square.isfinite() & (spread > 1e-3 * square)) | (count == 0)
+    return spread.sqrt() if bool(is_sound.all()) else None
+
+
+def _std_in_two_passes(x: Tensor, axes: tuple[int, ...]) -> Tensor:
     values, mask, over = _masked(x, axes)
     if not over:
         return torch.zeros_like(values)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowtide import bounds
 from lowtide.bounds import UNITS, BoundRule
 from lowtide.errors import BoundError, UnknownNameError
 from lowtide.records import Bound, Kind, Need, Per, TensorSpec
@@ -210,3 +211,30 @@ def test_a_bound_has_to_fit_its_tensor() -> None:
     with pytest.raises(BoundError, match=message):
         Bound.absolute(torch.ones(2), (1,)).check_shape(spec)
     Bound.absolute(torch.ones(3), (1,)).check_shape(spec)
+
+
+@pytest.mark.parametrize("mean", [0.0, 3.0])
+def test_the_quick_way_to_a_standard_deviation_agrees_with_the_careful_one(mean: float) -> None:
+    """Three reductions of the tensor against two passes over masked copies; at mean / std = 3 both are good to 1e-4."""
+    x = torch.randn(8, 16, 9, generator=torch.Generator().manual_seed(0)) + mean
+    x[x.abs() < 0.5] = 0
+    quick = bounds._std_from_moments(x, (1,))
+    assert quick is not None
+    torch.testing.assert_close(quick, bounds._std_in_two_passes(x, (1,)), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        pytest.param(lambda x: x.add_(1000), id="mean far above the spread"),
+        pytest.param(lambda x: x.mul_(1e25), id="squares overflow"),
+        pytest.param(lambda x: x.mul_(1e-25), id="squares underflow"),
+        pytest.param(lambda x: x[0, 0].fill_(float("nan")), id="NaN"),
+        pytest.param(lambda x: x[0, 0].fill_(float("inf")), id="infinity"),
+        pytest.param(lambda x: x.fill_(2), id="constant"),
+    ],
+)
+def test_the_quick_way_gives_up_where_it_would_be_wrong(spoil: Callable[[Tensor], Tensor]) -> None:
+    x = torch.randn(8, 16, 9, generator=torch.Generator().manual_seed(0))
+    spoil(x)
+    assert bounds._std_from_moments(x, (1,)) is None
