@@ -1,11 +1,12 @@
-"""Shared by all tests: GPU tests say that they were skipped; every test starts from a known RNG state."""
+"""Shared by all tests: GPU tests say that they were skipped; every test starts from a known RNG state and no hooks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from torch import Tensor
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -18,8 +19,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> Iterator[None]:
+def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _hooks_are_off() -> Iterator[None]:
+    """A test that leaves saved-tensor hooks on fails itself, and does not take the tests after it along."""
     yield
-    leftover = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    assert leftover is None, "the test left saved-tensor hooks on"
+    left = 0
+    while torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        left += 1
+    assert left == 0, f"the test left {left} pairs of saved-tensor hooks on"
+
+
+@pytest.fixture
+def assert_same() -> Callable[[list[Tensor], list[Tensor]], None]:
+    """Bit-equal, one by one, and not an empty comparison."""
+
+    def check(expected: list[Tensor], got: list[Tensor]) -> None:
+        assert len(expected) == len(got) > 0
+        for index, (plain, other) in enumerate(zip(expected, got, strict=True)):
+            assert torch.equal(plain, other), f"tensor {index} of shape {tuple(plain.shape)} differs"
+
+    return check

@@ -27,17 +27,6 @@ class _Applied(nn.Module):
         return self._function(self, *inputs)
 
 
-@pytest.fixture(autouse=True)
-def _hooks_are_off() -> Iterator[None]:
-    """A test that leaves saved-tensor hooks on fails itself, and does not take the tests after it along."""
-    yield
-    left = 0
-    while torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-        left += 1
-    assert left == 0, f"the test left {left} pairs of saved-tensor hooks on"
-
-
 @pytest.fixture
 def build() -> Callable[..., nn.Module]:
     """``build(lambda self, x: self.a(x).tanh(), a=nn.Linear(4, 4))``: a module whose forward is that function."""
@@ -59,18 +48,6 @@ def gradients() -> Callable[..., list[Tensor]]:
         return [leaf.grad.clone() for leaf in leaves if leaf.grad is not None]
 
     return run
-
-
-@pytest.fixture
-def assert_same() -> Callable[[list[Tensor], list[Tensor]], None]:
-    """Bit-equal, one by one, and not an empty comparison."""
-
-    def check(expected: list[Tensor], got: list[Tensor]) -> None:
-        assert len(expected) == len(got) > 0
-        for index, (plain, other) in enumerate(zip(expected, got, strict=True)):
-            assert torch.equal(plain, other), f"gradient {index} of shape {tuple(plain.shape)} differs"
-
-    return check
 
 
 @pytest.fixture

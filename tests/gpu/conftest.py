@@ -35,14 +35,3 @@ def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(before)
-
-
-@pytest.fixture(autouse=True)
-def _hooks_are_off() -> Iterator[None]:
-    """A test that leaves saved-tensor hooks on fails itself, and does not take the tests after it along."""
-    yield
-    left = 0
-    while torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-        left += 1
-    assert left == 0, f"the test left {left} pairs of saved-tensor hooks on"
