@@ -52,8 +52,10 @@ class Stream:
 
 
 def write(codes: Tensor, negative: Tensor, lost: Tensor, values: Tensor) -> Stream:
-    """Chunks of magnitudes (int32) with signs; elements that are ``lost`` carry code 0 and their value as an escape."""
-    assert not bool((negative & (codes == 0)).any()), "zero has no sign"
+    """Chunks of magnitudes (int32) with signs; elements that are ``lost`` carry code 0 and their value as an escape.
+
+    Only codes other than 0 may be negative.
+    """
     count = values.numel()
     codes, negative, lost, values = (_fill(part) for part in (codes, negative, lost, values))
     chunks = codes.numel() // CHUNK
