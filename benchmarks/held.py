@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,20 +67,29 @@ class Bench:
         self.loss(self.forward()).backward()
         return {name: p.grad.double() for name, p in self.model.named_parameters() if p.grad is not None}
 
-    def held(self) -> tuple[int, int, float]:
-        """Bytes above the static state between forward and backward, peak above it, and milliseconds of the step."""
+    def held(self) -> tuple[int, int]:
+        """Bytes above the static state between forward and backward, and the peak above it."""
         self.model.zero_grad()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
         logits = self.forward()
         between = torch.cuda.memory_allocated() - before
         self.loss(logits).backward()
-        end.record()
-        torch.cuda.synchronize()
-        return between, torch.cuda.max_memory_allocated() - before, begin.elapsed_time(end)
+        return between, torch.cuda.max_memory_allocated() - before
+
+    def step_ms(self) -> list[float]:
+        """Milliseconds of forward and backward, sorted: ten of them after three to warm up."""
+        times = []
+        for _ in range(13):
+            self.model.zero_grad()
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            self.loss(self.forward()).backward()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end))
+        return sorted(times[3:])
 
 
 def predicted_conv_noise(bench: Bench) -> dict[str, float]:
@@ -120,7 +130,8 @@ def squared(error: dict[str, Tensor]) -> float:
 
 def measure(batch: int, size: int, amp: bool, seeds: int) -> dict[str, Any]:
     bench = Bench(batch, size, amp, warm_steps=20)
-    plain_held, plain_peak, plain_ms = bench.held()
+    plain_held, plain_peak = bench.held()
+    plain_ms = bench.step_ms()
     exact = bench.gradients()
     noise_floor = squared({name: part - exact[name] for name, part in bench.gradients().items()}) / squared(exact)
 
@@ -150,7 +161,8 @@ def measure(batch: int, size: int, amp: bool, seeds: int) -> dict[str, Any]:
     logits = bench.forward()
     ledger_held, ledger_raw = tide.ledger.held, tide.ledger.raw
     del logits
-    held, peak, elapsed_ms = bench.held()
+    held, peak = bench.held()
+    coded_ms = bench.step_ms()
     tide.detach()
     return {
         "model": "resnet50",
@@ -163,8 +175,12 @@ def measure(batch: int, size: int, amp: bool, seeds: int) -> dict[str, Any]:
         "ratio": plain_held / held,
         "plain_peak": plain_peak,
         "peak": peak,
-        "plain_ms": plain_ms,
-        "step_ms": elapsed_ms,
+        "plain_ms": statistics.median(plain_ms),
+        "plain_ms_min": plain_ms[0],
+        "plain_ms_max": plain_ms[-1],
+        "step_ms": statistics.median(coded_ms),
+        "step_ms_min": coded_ms[0],
+        "step_ms_max": coded_ms[-1],
         "conv_noise_over_prediction_min": float(ratios.min()),
         "conv_noise_over_prediction_median": float(ratios.median()),
         "conv_noise_over_prediction_max": float(ratios.max()),

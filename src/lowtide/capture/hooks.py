@@ -35,6 +35,7 @@ class Capture:
         modules = model.modules() if model is not None else ()
         self._buffer_owners = [module for module in modules if module._buffers]
         self._casts: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._casts_limit = 64
         self._dedup = Deduplicator(ledger)
         self._settle, self._leave = settle, leave
         self._ledger = ledger
@@ -109,7 +110,9 @@ class Capture:
         storage = cast.untyped_storage()
         seen = self._casts.get(storage._cdata)
         if seen is None or seen[0].expired():
-            self._casts = {cdata: item for cdata, item in self._casts.items() if not item[0].expired()}
+            if len(self._casts) >= self._casts_limit:  # doubled each time, so that a cast costs the same however many
+                self._casts = {cdata: item for cdata, item in self._casts.items() if not item[0].expired()}
+                self._casts_limit = 2 * len(self._casts) + 64
             seen = self._casts[storage._cdata] = (StorageWeakRef(storage), parameter._version)
         return seen[1] == parameter._version
 

@@ -18,7 +18,7 @@ __all__ = ["Sz"]
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _ROUNDINGS = ("dither", "nearest")
 _CODERS = ("blocks",)
-# Elements worked on at a time: in cache on a CPU (17 beat 16, 18, 20 and 22 there), few launches elsewhere.
+# Elements worked on at a time: few enough for the cache of a CPU, many elsewhere to have few launches.
 _SLAB_CPU, _SLAB = 1 << 17, 1 << 24
 _ZERO_SHARE = 1 / 64  # above it, a code for "exactly zero" is cheaper than escaping the zeros
 

@@ -27,8 +27,9 @@ DEFAULTS: Mapping[str, str] = {
 class Fixed:
     """``table`` maps a family of ops to its bound; families left out have the defaults above.
 
-    Why these: 0.4 standard deviations with dither showed no loss of accuracy on conv and linear inputs; ops whose error
-    propagates to the layers below get a quarter of that; 0.02 in a log-probability is 2 % of the probability.
+    A choice, not yet a measured optimum: their effect on accuracy has not been established. Ops whose error propagates
+    to the layers below get a quarter of the bound of conv and linear inputs; 0.02 in a log-probability is 2 % of the
+    probability.
     """
 
     table: Mapping[str, Any] = field(default_factory=dict)
