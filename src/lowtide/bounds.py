@@ -85,10 +85,10 @@ def _std(x: Tensor, axes: tuple[int, ...]) -> Tensor:
 
 
 def _std_from_moments(x: Tensor, axes: tuple[int, ...]) -> Tensor | None:
-    """Three reductions and no temporary: zeros add nothing to sums, so only their number has to be known.
+    """Three reductions of the tensor as it is: zeros add nothing to sums, so only their number has to be known.
 
-    None where that is not good enough: non-finite values, squares that over- or underflow, or a spread so small beside
-    the mean that the difference of the two moments would be off by more than 1e-4.
+    None where that is not good enough: non-finite values, squares that over- or underflow, or a variance below a
+    thousandth of the mean square, where the difference of the two moments loses too many digits.
     """
     over = [axis for axis in range(x.dim()) if axis not in axes]
     if not over or not x.numel():
