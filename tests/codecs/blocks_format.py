@@ -14,6 +14,9 @@ from torch import Tensor
 from lowtide.records import Encoded
 
 WIDTHS = (0, 1, 2, 3, 4, 5, 7, 11)
+# Element 128 j + 4 b + k of a chunk is number 4 j + k of block b, and stands at bit PLACES[4 j + k] of its words.
+BLOCKS = [[128 * j + 4 * b + k for j in range(8) for k in range(4)] for b in range(32)]
+PLACES = [4 * (number % 8) + number // 8 for number in range(32)]
 _WORD = 0xFFFFFFFF
 
 
@@ -56,6 +59,11 @@ def bits_of(values: Tensor) -> list[int]:
     return [number % (1 << 8 * values.itemsize) for number in values.contiguous().view(same_size).tolist()]
 
 
+def element_at(block: int, number: int) -> int:
+    """Where in its chunk an element of a block stands."""
+    return BLOCKS[block][number]
+
+
 def write(codes: list[int], lost: list[bool], bits: list[int], *, nbits: int) -> Parts:
     """The payload; codes are 0 where ``lost``, and the bits there are the escapes."""
     headers: list[int] = []
@@ -79,11 +87,14 @@ def read(parts: Parts, *, count: int, nbits: int) -> Content:
     codes: list[int] = []
     for chunk in _chunks(parts):
         words = iter(chunk.words)
-        for header in [0] * 32 if chunk.is_raw else chunk.headers:
+        here = [0] * 1024
+        for block, header in enumerate([0] * 32 if chunk.is_raw else chunk.headers):
             planes = [next(words) for _ in range(WIDTHS[header % 8])]
             signs = next(words) if header >= 8 else 0
-            sizes = [sum((plane >> lane & 1) << place for place, plane in enumerate(planes)) for lane in range(32)]
-            codes += [-size if signs >> lane & 1 else size for lane, size in enumerate(sizes)]
+            for at, place in zip(BLOCKS[block], PLACES, strict=True):
+                size = sum((plane >> place & 1) << power for power, plane in enumerate(planes))
+                here[at] = -size if signs >> place & 1 else size
+        codes += here
     return Content(codes[:count], *_exact(parts, count, nbits))
 
 
@@ -111,15 +122,19 @@ def _planes(codes: list[int]) -> tuple[list[int], list[int]]:
     """The 32 headers of a chunk and the words of its blocks; a short chunk is filled with zeros."""
     codes = codes + [0] * (1024 - len(codes))
     headers, words = [], []
-    for start in range(0, 1024, 32):
-        block = codes[start : start + 32]
+    for elements in BLOCKS:
+        block = [codes[at] for at in elements]
         needed = max(abs(code) for code in block).bit_length()
         width = min(width for width in WIDTHS if width >= needed)
         signed = any(code < 0 for code in block)
         headers.append(WIDTHS.index(width) + 8 * signed)
-        words += [sum((abs(code) >> plane & 1) << lane for lane, code in enumerate(block)) for plane in range(width)]
-        words += [sum((code < 0) << lane for lane, code in enumerate(block))] if signed else []
+        words += [_gather([abs(code) >> plane & 1 for code in block]) for plane in range(width)]
+        words += [_gather([int(code < 0) for code in block])] if signed else []
     return headers, words
+
+
+def _gather(bits: list[int]) -> int:
+    return sum(bit << place for bit, place in zip(bits, PLACES, strict=True))
 
 
 def _escape(position: int, value: int, nbits: int) -> list[int]:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowtide.codecs import Codec, create
-from lowtide.records import Bound, Encoded
+from lowtide.codecs.sz import Sz
+from lowtide.records import Bound, Encoded, TensorSpec
 from lowtide.registry import CODECS
 
 POOLED_PLANE = (64, 64)
@@ -53,6 +55,17 @@ def lay_out(x: Tensor, order: tuple[int, ...]) -> Tensor:
     return x.permute(order).contiguous().permute(inverse)
 
 
+@cache
+def bound_of(step: float, dtype: torch.dtype = torch.float32, rounding: str = "nearest") -> float:
+    """The smallest bound that leads ``sz`` to this step: half of it, and what roundings may take away."""
+    spec = TensorSpec.of(torch.zeros(1, dtype=dtype))
+    low, high = step / 2, step
+    while (middle := (low + high) / 2) not in (low, high):
+        reached = float(Sz(rounding=rounding).step(Bound.absolute(middle), spec)) >= step
+        low, high = (low, middle) if reached else (middle, high)
+    return high
+
+
 def make_normals(shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape)
 
@@ -61,6 +74,19 @@ def make_normals_with_nan(shape: tuple[int, ...]) -> Tensor:
     """Every seventh element is one that no code can carry."""
     x = torch.randn(shape)
     x.flatten()[3::7] = math.nan
+    return x
+
+
+def make_far_from_zero(shape: tuple[int, ...]) -> Tensor:
+    """Between 1 and 6 or so: values of which a 255th of their range is less than an eighth."""
+    return torch.randn(shape).abs() + 1
+
+
+def make_levels(shape: tuple[int, ...]) -> Tensor:
+    """Four levels, evenly spaced and all in use, that codes of 2, 4 and 8 bits hold exactly; the lowest is 1000."""
+    x = 1000 + 85.0 * torch.randint(0, 4, shape)
+    if x.numel() > 1:
+        x.view(-1)[0], x.view(-1)[-1] = 1000, 1255
     return x
 
 
@@ -134,6 +160,12 @@ _VARIANTS: dict[str, tuple[Case, ...]] = {
         _elementwise("cast", "fp8_e4m3", {"to": "fp8_e4m3"}, make_normals_with_nan),
         _elementwise("cast", "fp8_e5m2", {"to": "fp8_e5m2"}, make_normals),
     ),
+    # Elementwise within one group, if rounding is to the nearest or has nothing to do.
+    "groups": (
+        _elementwise("groups", "default", {}, make_levels),
+        _elementwise("groups", "8_bits", {"bits": 8}, make_levels),
+        _elementwise("groups", "nearest", {"bits": 8, "rounding": "nearest"}, make_far_from_zero),
+    ),
     "identity": (_elementwise("identity", "default", {}, make_normals_with_nan),),
     # Without poison the values of the stand-in are whatever the memory held: nothing to compare.
     "shape": (_elementwise("shape", "poison", {"poison": True}, make_normals),),
@@ -142,6 +174,8 @@ _VARIANTS: dict[str, tuple[Case, ...]] = {
         Case("sz", "nearest", {"rounding": "nearest"}, make_normals_with_nan, elementwise=True),
         Case("sz", "keep_zeros", {"keep_zeros": True}, make_half_zeros),
         Case("sz", "raw", bound=1e-12),
+        Case("sz", "rans", {"coder": "rans"}, make_normals, bound=0.5),
+        Case("sz", "rans_keep_zeros", {"coder": "rans", "keep_zeros": True}, make_half_zeros, bound=0.5),
     ),
     "window_index": (
         _elementwise("window_index", "plane", {}, make_indices),

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide import bounds
 from lowtide.bounds import UNITS, BoundRule
 from lowtide.errors import BoundError, UnknownNameError
 from lowtide.records import Bound, Kind, Need, Per, TensorSpec
@@ -114,6 +113,13 @@ def test_a_rule_cannot_be_built_wrongly_either(value: float) -> None:
         BoundRule(value, "std")
 
 
+def std_of_all(x: Tensor, axes: tuple[int, ...]) -> Any:
+    """Of every value of a row; none where one is not finite."""
+    over = tuple(axis for axis in range(x.dim()) if axis not in axes)
+    with np.errstate(invalid="ignore"):
+        return np.nan_to_num(x.double().numpy().std(over), nan=0.0)
+
+
 @pytest.mark.parametrize("zeros", [False, True], ids=["dense", "zeros_and_nan"])
 @pytest.mark.parametrize("need", NEEDS)
 @pytest.mark.parametrize("unit", sorted(STATISTICS))
@@ -131,7 +137,11 @@ def test_statistics_are_those_of_numpy_in_float64(unit: str, need: str, zeros: b
         assert bound.axes == NEEDS[need].axes(4)
         assert bound.value.dtype == torch.float64
         bound.check_shape(TensorSpec.of(values))
-        np.testing.assert_allclose(bound.value.numpy(), 0.5 * expected(values, bound.axes, unit), rtol=1e-5)
+        by_row = unit == "std" and 0 in bound.axes
+        wanted = std_of_all(values, bound.axes) if by_row else expected(values, bound.axes, unit)
+        # Of 16-bit rows the deviation itself has 16 bits.
+        precision = 2.0**-8 if by_row and dtype.itemsize == 2 else 1e-5
+        np.testing.assert_allclose(bound.value.numpy(), 0.5 * wanted, rtol=precision)
 
 
 @pytest.mark.parametrize("scale", [1e-25, 1e-3, 1e3, 1e25])
@@ -213,28 +223,9 @@ def test_a_bound_has_to_fit_its_tensor() -> None:
     Bound.absolute(torch.ones(3), (1,)).check_shape(spec)
 
 
-@pytest.mark.parametrize("mean", [0.0, 3.0])
-def test_the_quick_way_to_a_standard_deviation_agrees_with_the_careful_one(mean: float) -> None:
-    """Three reductions of the tensor against two passes over masked copies; at mean / std = 3 both are good to 1e-4."""
-    x = torch.randn(8, 16, 9, generator=torch.Generator().manual_seed(0)) + mean
-    x[x.abs() < 0.5] = 0
-    quick = bounds._std_from_moments(x, (1,))
-    assert quick is not None
-    torch.testing.assert_close(quick, bounds._std_in_two_passes(x, (1,)), rtol=1e-4, atol=0)
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        pytest.param(lambda x: x.add_(1000), id="mean far above the spread"),
-        pytest.param(lambda x: x.mul_(1e25), id="squares overflow"),
-        pytest.param(lambda x: x.mul_(1e-25), id="squares underflow"),
-        pytest.param(lambda x: x[0, 0].fill_(float("nan")), id="NaN"),
-        pytest.param(lambda x: x[0, 0].fill_(float("inf")), id="infinity"),
-        pytest.param(lambda x: x.fill_(2), id="constant"),
-    ],
-)
-def test_the_quick_way_gives_up_where_it_would_be_wrong(spoil: Callable[[Tensor], Tensor]) -> None:
-    x = torch.randn(8, 16, 9, generator=torch.Generator().manual_seed(0))
-    spoil(x)
-    assert bounds._std_from_moments(x, (1,)) is None
+def test_the_statistics_of_a_large_tensor_are_those_of_evenly_spaced_entries() -> None:
+    x = torch.randn(64, 3, 300, 300)
+    for need in ("tensor", "channel"):
+        bound = BoundRule(1.0, "std").resolve(x, NEEDS[need])
+        assert torch.equal(bound.value, BoundRule(1.0, "std").resolve(x[::4].clone(), NEEDS[need]).value)
+        np.testing.assert_allclose(bound.value.numpy(), 1.0, rtol=0.01)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import math
+from dataclasses import replace
 
 import pytest
+import rans_format
 import torch
 from blocks_format import escapes, raw_chunks
 from torch import Tensor
 
 from lowtide.codecs import create
+from lowtide.coding import rans
 from lowtide.records import Bound, Encoded
 
 
@@ -24,14 +27,37 @@ def ramp(count: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def widening(count: int) -> Tensor:
-    """Every block of 32 holds values twice those of the block before, 13 times; then the same without signs."""
-    block = torch.arange(count) // 32
-    values = torch.ldexp(ramp(count), block % 13 - 4)
+    """A block next to zero, then blocks of twice the values of the block before, 12 times; then all without signs."""
+    block = torch.arange(count) % 128 // 4
+    values = torch.ldexp(ramp(count), torch.where(block % 13 == 0, -14, block % 13 - 4))
     return torch.where(block // 13 % 2 == 1, values.abs(), values)
 
 
 def sz(x: Tensor, bound: float | Tensor = 0.25, *, axes: tuple[int, ...] = (), **options: object) -> Encoded:
     return create("sz", **options).encode(x, Bound.absolute(bound, axes), seed=0xFEEDFACE12345678)
+
+
+def groups(x: Tensor, **options: object) -> Encoded:
+    return create("groups", **options).encode(x, seed=0xFEEDFACE12345678)
+
+
+def sz_rans(
+    x: Tensor,
+    bound: float | Tensor = 0.25,
+    *,
+    axes: tuple[int, ...] = (),
+    values: int = 2,
+    low: int = -4,
+    **options: bool,
+) -> Encoded:
+    """By a model that is written down as well: 8 digits at most, each half as likely as the one before."""
+    codec = create("sz", coder="rans", **options)
+    size = {4: 4, 3: 6}.get(values, 8)
+    alphabet = rans.Alphabet(values, size, low, codec.keep_zeros, 1, 12)
+    digits = torch.arange(alphabet.symbols).unsqueeze(1) // torch.tensor([size**k for k in range(values)]) % size
+    model = rans.Model(alphabet, rans.normalise(0.5 ** (digits + 1).sum(1).double(), 0).short(), 4.0)
+    plan = codec.plan(x, Bound.absolute(bound, axes))
+    return codec.encode(x, seed=0xFEEDFACE12345678, plan=replace(plan, model=model))
 
 
 def with_specials(x: Tensor) -> Tensor:
@@ -40,6 +66,16 @@ def with_specials(x: Tensor) -> Tensor:
 
 
 PAYLOADS = {
+    "groups_1_bit": lambda: groups(ramp(600), bits=1),
+    "groups_2_bits": lambda: groups(ramp(600)),
+    "groups_4_bits": lambda: groups(ramp(600), bits=4, group=96),
+    "groups_8_bits": lambda: groups(ramp(600), bits=8),
+    "groups_nearest": lambda: groups(ramp(600), bits=4, rounding="nearest"),
+    "groups_specials": lambda: groups(torch.cat([with_specials(ramp(256)), ramp(300).relu(), ramp(256) * 0 + 0.1])),
+    "groups_fp16": lambda: groups(ramp(600, dtype=torch.float16) * 3),
+    "groups_bf16": lambda: groups(ramp(600, dtype=torch.bfloat16) * 3),
+    "groups_fp64": lambda: groups(ramp(600, dtype=torch.float64) * 3),
+    "groups_empty": lambda: groups(torch.zeros(0, 3)),
     "identity": lambda: create("identity").encode(with_specials(ramp(96))),
     "identity_channels_last": lambda: create("identity").encode(
         ramp(120).view(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
@@ -58,29 +94,50 @@ PAYLOADS = {
     ).encode(torch.tensor([[0, 3, 5, 7], [16, 10, 20, 15], [24, 34, 29, 38], [48, 50, 53, 63]])),
     "window_index_plane": lambda: create("window_index").encode(torch.arange(20) * 977),
     "window_index_wide": lambda: create("window_index").encode(torch.tensor([1, 1 << 40])),
-    "sz_dither": lambda: sz(ramp(1100)),
-    "sz_dither_every_width": lambda: sz(widening(1100)),
-    "sz_dither_zero_code": lambda: sz(ramp(1100).relu_()),
-    "sz_dither_escapes": lambda: sz(with_specials(ramp(1100))),
-    "sz_dither_rows": lambda: sz(ramp(1200).view(3, 400), torch.tensor([0.5, 0.03125, 0.25]), axes=(0,)),
-    "sz_dither_fp16": lambda: sz(ramp(1100, dtype=torch.float16), 0.3),
-    "sz_dither_bf16": lambda: sz(ramp(1100, dtype=torch.bfloat16), 0.3),
-    "sz_dither_fp64": lambda: sz(ramp(1100, dtype=torch.float64), 0.3),
-    "sz_dither_escapes_fp16": lambda: sz(with_specials(ramp(1100, dtype=torch.float16))),
-    "sz_dither_escapes_bf16": lambda: sz(with_specials(ramp(1100, dtype=torch.bfloat16))),
-    "sz_dither_escapes_fp64": lambda: sz(with_specials(ramp(1100, dtype=torch.float64))),
-    "sz_nearest": lambda: sz(ramp(1100), rounding="nearest"),
-    "sz_nearest_every_width": lambda: sz(widening(1100), rounding="nearest"),
-    "sz_nearest_unsigned": lambda: sz(ramp(1100).abs(), rounding="nearest"),
-    "sz_nearest_zero_code": lambda: sz(ramp(1100).relu_(), rounding="nearest", keep_zeros=True),
+    "sz_dither": lambda: sz(ramp(1500)),
+    "sz_dither_every_width": lambda: sz(widening(2000)),
+    "sz_dither_zero_code": lambda: sz(ramp(1500).relu_()),
+    "sz_dither_escapes": lambda: sz(with_specials(ramp(1500))),
+    "sz_dither_rows": lambda: sz(ramp(1800).view(3, 600), torch.tensor([0.5, 0.03125, 0.25]), axes=(0,)),
+    "sz_dither_channels": lambda: sz(
+        ramp(1800).view(2, 3, 300) + torch.tensor([[0.0], [-2.5], [9.25]]), torch.tensor([0.5, 0.125, 0.25]), axes=(1,)
+    ),
+    "sz_dither_fp16": lambda: sz(ramp(1500, dtype=torch.float16), 0.3),
+    "sz_dither_bf16": lambda: sz(ramp(1500, dtype=torch.bfloat16), 0.3),
+    "sz_dither_fp64": lambda: sz(ramp(1500, dtype=torch.float64), 0.3),
+    "sz_dither_escapes_fp16": lambda: sz(with_specials(ramp(1500, dtype=torch.float16))),
+    "sz_dither_escapes_bf16": lambda: sz(with_specials(ramp(1500, dtype=torch.bfloat16))),
+    "sz_dither_escapes_fp64": lambda: sz(with_specials(ramp(1500, dtype=torch.float64))),
+    "sz_nearest": lambda: sz(ramp(1500), rounding="nearest"),
+    "sz_nearest_every_width": lambda: sz(widening(2000), rounding="nearest"),
+    "sz_nearest_unsigned": lambda: sz(ramp(1500).abs(), rounding="nearest"),
+    "sz_nearest_zero_code": lambda: sz(ramp(1500).relu_(), rounding="nearest", keep_zeros=True),
     "sz_raw": lambda: sz(ramp(40), 1e-9),
     "sz_raw_fp16": lambda: sz(ramp(41, dtype=torch.float16), 1e-9),
     "sz_raw_fp64": lambda: sz(ramp(41, dtype=torch.float64), 1e-9),
-    "sz_raw_chunk": lambda: sz(ramp(2100) * torch.where(torch.arange(2100) // 1024 == 1, 1e6, 1.0)),
+    "sz_raw_chunk": lambda: sz(ramp(2500) * torch.where(torch.arange(2500) // 1024 == 1, 1e6, 1.0)),
+    "sz_rans": lambda: sz_rans(ramp(4000)),
+    "sz_rans_zero_code": lambda: sz_rans(ramp(4000).relu_(), low=0, keep_zeros=True),
+    "sz_rans_escapes": lambda: sz_rans(with_specials(ramp(4000)), values=1),
+    "sz_rans_escapes_fp16": lambda: sz_rans(with_specials(ramp(4000, dtype=torch.float16)), 0.6, values=3, low=-2),
+    "sz_rans_escapes_bf16": lambda: sz_rans(with_specials(ramp(4000, dtype=torch.bfloat16)), 0.9, values=4, low=-1),
+    "sz_rans_escapes_fp64": lambda: sz_rans(with_specials(ramp(4000, dtype=torch.float64)), values=1),
+    "sz_rans_rows": lambda: sz_rans(ramp(4000).view(2, 2000), torch.tensor([0.5, 0.25]), axes=(0,), values=1),
+    "sz_rans_raw": lambda: sz_rans(ramp(4000), 1e-9),
     "sz_empty": lambda: sz(torch.zeros(0, 3)),
 }
 
 DIGESTS = {
+    "groups_1_bit": "ad361ec3a34b0c16a12082ee0c1f4165",
+    "groups_2_bits": "75f8f606b0de1310e043b841269bd003",
+    "groups_4_bits": "921d7f9e69711bc50aa2aa08cc4a89c9",
+    "groups_8_bits": "fb6af10d64cdb8d49e047dc7b1ef65f9",
+    "groups_nearest": "56f79c5c7d82a08f7214065413d93279",
+    "groups_specials": "19e44da3e86da3f725119d207915f94f",
+    "groups_fp16": "fe4dcb9dbb5445060bd1600da180d5e2",
+    "groups_bf16": "fa97843ea9bb732e525ba3ff97399d39",
+    "groups_fp64": "bbf79e2844fd800ef055064931788e06",
+    "groups_empty": "da24ad33fdcd399665e34d4b1f57a8ef",
     "identity": "fe0e9e44a2f5f0d6ff34d93684f9b9b5",
     "identity_channels_last": "6c6e26f5664cdd47d08b9e3a40e93b98",
     "shape": "c560aa71fc958a66e25c330324a16406",
@@ -93,26 +150,35 @@ DIGESTS = {
     "window_index_3x3": "616b1f1d2e5d5bf11f984a33c6a5b8a0",
     "window_index_plane": "dad4fa87c473b9fa2e2328159c838a9d",
     "window_index_wide": "9c061198d99d3208b166a2cef7513133",
-    "sz_dither": "9a78c0a24541ce0ce5bd4d7d72e80838",
-    "sz_dither_every_width": "204cd4ee5ae515c95ea2352546904e20",
-    "sz_dither_zero_code": "5a70dae3137763d2cf094c111a14fea5",
-    "sz_dither_escapes": "474007bfb9739b210c6a6a1ee36c9af6",
-    "sz_dither_rows": "eee22faea9ab1c7465d3220b0d8c44f7",
-    "sz_dither_fp16": "27fdbb88a13b57fa4249d377653e747a",
-    "sz_dither_bf16": "51d6313c31579bed9dea1a81700d6992",
-    "sz_dither_fp64": "af71124c9499bb202dd8e91376abb861",
-    "sz_dither_escapes_fp16": "58f9fd611212e43336a35b60725d0ac3",
-    "sz_dither_escapes_bf16": "378d1decee5ef20285c3b5000fc316ec",
-    "sz_dither_escapes_fp64": "1aa4c03b7f46f62217f8e59632b4bc33",
-    "sz_nearest": "ee5431b529ffe8fd3f331ef45b51347d",
-    "sz_nearest_every_width": "a29c5ca6d5a44642bfca6b245fb9d5ef",
-    "sz_nearest_unsigned": "22b75806edaedb4997dfb15b293415f5",
-    "sz_nearest_zero_code": "b4c95cfc77fd9e052f182a18357c1ce5",
-    "sz_raw": "ab29ecd7d57501a09af67b59d08e7551",
-    "sz_raw_fp16": "cb5477cb82bbc981d27cf059ded6b213",
-    "sz_raw_fp64": "18feac7983789578eed8a81e5567d56c",
-    "sz_raw_chunk": "214c9c78cd12d65ad947e5235cfdede6",
-    "sz_empty": "33d0c1dd5a214110e92502bf7f40c29f",
+    "sz_dither": "87395326d336537ef6cda0e8bd5b39d0",
+    "sz_dither_every_width": "f09f75fb063802841b01daf324d86de9",
+    "sz_dither_zero_code": "01076802b714832889cec54426de3b14",
+    "sz_dither_escapes": "4457d4ca3686701bc1374c225b7a2ea7",
+    "sz_dither_rows": "bb1b72a9bb4ed883a9eb9b9622a09d56",
+    "sz_dither_fp16": "3df7f3b17d03ab7fe7a33c0733970a2d",
+    "sz_dither_bf16": "410c2a5f3cb1b2a652b35f96e26a3f5a",
+    "sz_dither_fp64": "2819f9192f3e445ce17b2f8f1e7558e5",
+    "sz_dither_escapes_fp16": "42125f2cd43912a375ed3953fc74caf9",
+    "sz_dither_escapes_bf16": "d5979a1ce6d992f4e0360315fd671694",
+    "sz_dither_escapes_fp64": "bf98e7a78cd5e1468a2ccc136ab8cd88",
+    "sz_nearest": "de0a9403ee3ee6373f8133187687faa5",
+    "sz_nearest_every_width": "c1c211e301ad61dff395c1afc4b4e67b",
+    "sz_nearest_unsigned": "7a15d34ceb168c15e2b546f84e56816b",
+    "sz_nearest_zero_code": "0a61758f067a91826904d0c6255dbf14",
+    "sz_raw": "6a4762ae796e4ecd620ac83fc4e62193",
+    "sz_raw_fp16": "79718f711a88d42e599b9b8cd307a7b8",
+    "sz_raw_fp64": "f0e08d7179120588dbfc7258faaa9987",
+    "sz_raw_chunk": "be30a1aaa1fc6d59d364932427b71b47",
+    "sz_rans": "9756a09d310a02c6c24a73fa437fc60f",
+    "sz_rans_zero_code": "70b1281fe83520d46de22839efdd4e1a",
+    "sz_rans_escapes": "577cda643c1f684b788ba650c858f9cc",
+    "sz_rans_escapes_fp16": "9d093c76d409fac231d68e2a27bc764d",
+    "sz_rans_escapes_bf16": "941863c3a6c053dcebba1cc52239814a",
+    "sz_rans_escapes_fp64": "e04372181554e77e39e630e0681bddb5",
+    "sz_rans_rows": "dc49afb0c0925ba373980d8f9566ac0a",
+    "sz_rans_raw": "ee2190664196b6968d60ab3ee1c61c77",
+    "sz_dither_channels": "801a729ac2ef791eddeb4a69fbe764a4",
+    "sz_empty": "bfa2ad3270eeea71b379481390ff84c7",
 }
 
 
@@ -127,17 +193,24 @@ def test_bytes_are_those_written_down(name: str) -> None:
 
 
 def test_the_payloads_take_the_paths_they_are_named_for() -> None:
-    meta = {name: PAYLOADS[name]().meta for name in PAYLOADS if name.startswith("sz_")}
-    assert {name for name in meta if meta[name]["kind"] == "empty"} == {"sz_empty"}
-    assert {name for name in meta if meta[name].get("zero_code")} == {"sz_dither_zero_code", "sz_nearest_zero_code"}
-    for name in meta.keys() - {"sz_empty"}:
-        encoded = PAYLOADS[name]()
+    payloads = {name: PAYLOADS[name]() for name in PAYLOADS if name.startswith("sz_")}
+    kinds = {name: payload.meta["kind"] for name, payload in payloads.items()}
+    assert {name for name, kind in kinds.items() if kind == "empty"} == {"sz_empty"}
+    assert {name for name, kind in kinds.items() if kind == "rans"} == {name for name in kinds if "rans" in name}
+    zeros = {"sz_dither_zero_code", "sz_nearest_zero_code", "sz_rans_zero_code"}
+    assert {name for name, payload in payloads.items() if payload.meta.get("zero_code")} == zeros
+    for name in [name for name, kind in kinds.items() if kind == "blocks"]:
         raw = {"sz_raw_chunk": [1]}.get(name, [0] if name.startswith("sz_raw") else [])
-        assert (name, raw_chunks(encoded)) == (name, raw)
-        assert (name, list(escapes(encoded))) == (name, [3, 40, 41, 90] if "escapes" in name else [])
+        assert (name, raw_chunks(payloads[name])) == (name, raw)
+        assert (name, list(escapes(payloads[name]))) == (name, [3, 40, 41, 90] if "escapes" in name else [])
         if "every_width" in name:
-            headers = {nibble for byte in encoded.tensors["headers"].tolist() for nibble in (byte & 15, byte >> 4)}
-            assert headers == set(range(16)) - {8}
+            headers = payloads[name].tensors["headers"].tolist()
+            assert {nibble for byte in headers for nibble in (byte & 15, byte >> 4)} == set(range(16)) - {8}
+    for name in [name for name, kind in kinds.items() if kind == "rans"]:
+        found = rans_format.content(payloads[name])
+        assert (name, len(found.raw)) == (name, 4000 if name == "sz_rans_raw" else 0)
+        assert (name, sorted(found.escapes)) == (name, [3, 40, 41, 90] if "escapes" in name else [])
+        assert found.raw or found.escaped_codes, f"{name}: no code is outside the alphabet"
     assert PAYLOADS["window_index_3x3"]().meta["width"] == 4
 
 

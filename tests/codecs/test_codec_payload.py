@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from codec_cases import CASES, Case
+from codec_cases import CASES, Case, bit_equal
 
 from lowtide import codecs
 from lowtide.errors import FormatVersionError, PayloadError, PolicyError, UnknownNameError
@@ -75,10 +75,15 @@ def test_a_truncated_part_is_refused(payload: Encoded, part: str) -> None:
 
 @pytest.mark.parametrize(("payload", "part"), _parts(empty=False))
 def test_a_part_that_is_too_long_is_refused(payload: Encoded, part: str) -> None:
+    """But for the words of sz: a GPU makes room for them before it knows how many there are."""
     tensor = payload.tensors[part]
-    longer = {**payload.tensors, part: torch.cat([tensor.view(torch.uint8)] * 2).view(tensor.dtype)}
-    with pytest.raises(PayloadError, match="corrupted"):
-        codecs.decode(dataclasses.replace(payload, tensors=longer))
+    tensors = {**payload.tensors, part: torch.cat([tensor.view(torch.uint8)] * 2).view(tensor.dtype)}
+    longer = dataclasses.replace(payload, tensors=tensors)
+    if (payload.codec, part) == ("sz", "words"):
+        assert bit_equal(codecs.decode(longer), codecs.decode(payload))
+    else:
+        with pytest.raises(PayloadError, match="corrupted"):
+            codecs.decode(longer)
 
 
 @pytest.mark.parametrize(("payload", "part"), _parts())

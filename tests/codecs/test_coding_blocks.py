@@ -5,11 +5,11 @@ from __future__ import annotations
 import blocks_format
 import pytest
 import torch
-from blocks_format import bits_of
+from blocks_format import PLACES, bits_of, element_at
 from codec_cases import bit_equal
 from torch import Tensor
 
-from lowtide.coding import blocks
+from lowtide.coding import blocks, exact
 from lowtide.errors import PayloadError
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -43,7 +43,9 @@ def draw_bits(count: int, dtype: torch.dtype) -> Tensor:
 
 def draw_codes(count: int, *, signed: bool) -> Tensor:
     """Blocks of every width, a third of the codes negative where ``signed``."""
-    room = 2.0 ** torch.randint(0, 12, (-(-count // 32),)).repeat_interleave(32)[:count]
+    element = torch.arange(count)
+    block = element // 1024 * 32 + element % 128 // 4
+    room = 2.0 ** torch.randint(0, 12, (-(-count // 1024) * 32,))[block]
     codes = (torch.rand(count) * room).int()
     return torch.where((torch.rand(count) < 0.3) & signed, -codes, codes)
 
@@ -73,24 +75,25 @@ def test_bytes_are_those_of_the_format_and_read_back(
 
     content = blocks_format.read(expected, count=count, nbits=nbits)
     assert read(parts, count, dtype).tolist() == content.codes
-    exact = content.escapes | content.raw
+    stored = content.escapes | content.raw
     assert list(content.escapes) == [at for at in lost.nonzero().flatten().tolist() if at not in content.raw]
     flat = torch.full((count,), 9.0, dtype=dtype)
     nine = bits_of(torch.full((1,), 9.0, dtype=dtype))[0]
     reader(parts, count, dtype).write_exact(flat)
-    assert bits_of(flat) == [exact.get(at, nine) for at in range(count)]
-    assert all(exact[at] == value for at, value in enumerate(bits_of(values)) if at in exact)
+    assert bits_of(flat) == [stored.get(at, nine) for at in range(count)]
+    assert all(stored[at] == value for at, value in enumerate(bits_of(values)) if at in stored)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_coded_raw_and_short_chunks_lie_side_by_side(dtype: torch.dtype) -> None:
-    """Chunk 1 of four is lost altogether, the last one has 7 values; none of it moves what the others hold."""
+    """Chunk 1 of four is lost altogether, the last one has 7 values, which lie in two blocks; none of it moves what the
+    others hold."""
     codes, lost, values = draw(3 * 1024 + 7, dtype, signed=True, share=0.02)
     codes[3072:] = torch.tensor([0, 1, 0, 0, 1, 0, 1])
     codes[1024:2048], lost[1024:2048], lost[3072:] = 0, True, False
     parts = encode(codes, lost, values)
     lengths = parts["offsets"].diff().tolist()
-    assert (lengths[1], lengths[3]) == (WHOLE[dtype], 1)
+    assert (lengths[1], lengths[3]) == (WHOLE[dtype], 2)
     assert parts["headers"][16:32].tolist() == [8] + [0] * 15
     flat = torch.zeros(codes.numel(), dtype=dtype)
     reader(parts, codes.numel(), dtype).write_exact(flat)
@@ -101,20 +104,21 @@ def test_coded_raw_and_short_chunks_lie_side_by_side(dtype: torch.dtype) -> None
 @pytest.mark.parametrize("length", range(12))
 @pytest.mark.parametrize("signed", [False, True], ids=["unsigned", "signed"])
 def test_a_block_has_the_narrowest_width_that_holds_its_largest_code(length: int, signed: bool) -> None:
-    """The smallest and the largest code of every length in bits, in the second block of the second chunk."""
+    """The smallest and the largest code of every length in bits, as number 17 of block 1 of the second chunk: that is
+    element 128 * 4 + 4 * 1 + 1, and bit 4 * 1 + 2 of a word."""
     index, width = {6: (6, 7), 7: (6, 7), 8: (7, 11), 9: (7, 11), 10: (7, 11), 11: (7, 11)}.get(
         length, (length, length)
     )
     signed = signed and length > 0
     for code in {(1 << length) >> 1, (1 << length) - 1}:
         codes = torch.zeros(2048, dtype=torch.int32)
-        codes[1024 + 32 + 17] = -code if signed else code
+        codes[1024 + 517] = -code if signed else code
         parts = encode(codes)
         header = index + 8 * signed
         assert parts["headers"].tolist() == [0] * 16 + [header << 4] + [0] * 15
         assert parts["offsets"].tolist() == [0, 0, width + signed]
-        planes = [(code >> plane & 1) << 17 for plane in range(width)]
-        assert parts["words"].tolist() == planes + [1 << 17] * signed
+        planes = [(code >> plane & 1) << 6 for plane in range(width)]
+        assert parts["words"].tolist() == planes + [1 << 6] * signed
         assert torch.equal(read(parts, 2048), codes)
 
 
@@ -142,9 +146,22 @@ def test_the_sign_plane_is_dropped_where_nothing_is_negative() -> None:
     assert encode(codes)["words"].numel() == 32 * 2 + 1
 
 
-def test_the_last_lane_is_the_sign_bit_of_a_word() -> None:
+def test_every_element_has_a_bit_of_its_own() -> None:
+    """One code at a time, in all 1024 places, with its sign: a block's number and its two words say where it was."""
+    for place in range(1024):
+        codes = torch.zeros(1024, dtype=torch.int32)
+        codes[place] = -1
+        parts = encode(codes)
+        block, number = place % 128 // 4, place // 128 * 4 + place % 4
+        assert element_at(block, number) == place
+        assert parts["headers"].tolist() == [9 << 4 * (block % 2) if at == block // 2 else 0 for at in range(16)]
+        word = 1 << PLACES[number]
+        assert parts["words"].tolist() == [word - (1 << 32) if word >> 31 else word] * 2
+
+
+def test_the_last_number_is_the_sign_bit_of_a_word() -> None:
     codes = torch.ones(1024, dtype=torch.int32)
-    codes[31] = -1
+    codes[element_at(0, 31)] = -1
     parts = encode(codes)
     assert parts["words"][:2].tolist() == [-1, -(1 << 31)]
     assert torch.equal(read(parts, 1024), codes)
@@ -161,14 +178,15 @@ def test_the_last_lane_is_the_sign_bit_of_a_word() -> None:
     ids=str,
 )
 def test_escapes_by_hand(dtype: torch.dtype, first: list[int], last: list[int]) -> None:
-    """1 at the first place of the second chunk, -0 at its last; the planes of the chunk come before them."""
+    """1 at the first place of the second chunk, -0 at its last; the planes of the chunk come before them. Element 476
+    of a chunk is 128 * 3 + 4 * 23: number 12 of block 23, bit 4 * 4 + 1."""
     codes, values = torch.zeros(2048, dtype=torch.int32), torch.full((2048,), 5.0, dtype=dtype)
     codes[1500] = 1
     values[1024], values[2047] = 1.0, -0.0
     lost = torch.zeros(2048, dtype=torch.bool)
     lost[[1024, 2047]] = True
     parts = encode(codes, lost, values)
-    assert parts["words"].tolist() == [1 << 1500 % 32, *first, *last]
+    assert parts["words"].tolist() == [1 << 17, *first, *last]
     assert parts["offsets"].tolist() == [0, 0, 1 + 2 * len(first)]
 
 
@@ -205,7 +223,7 @@ def test_a_chunk_is_raw_once_it_would_not_be_smaller(
 @pytest.mark.parametrize("count", [1, 2, 5, 1023])
 def test_a_short_chunk_is_measured_by_the_values_it_has(count: int, dtype: torch.dtype) -> None:
     whole = -(-count * dtype.itemsize // 4)
-    assert blocks.raw_words(dtype, count) == whole
+    assert exact.raw_words(dtype, count) == whole
     values = draw_bits(count, dtype)
     nothing, everything = torch.zeros(count, dtype=torch.bool), torch.ones(count, dtype=torch.bool)
     codes = torch.zeros(count, dtype=torch.int32)
@@ -239,8 +257,20 @@ def test_streams_join_to_what_one_write_gives() -> None:
     assert all(torch.equal(joined[name], part) for name, part in whole.items())
 
 
-@pytest.mark.parametrize("part", NAMES)
-@pytest.mark.parametrize("change", ["shorter", "longer"])
+def test_words_beyond_what_the_chunks_use_are_left_alone() -> None:
+    """A GPU's buffer is made before its size is known."""
+    codes, lost, values = draw(3000, torch.float32, signed=True, share=0.01)
+    parts = encode(codes, lost, values)
+    parts["words"] = torch.cat([parts["words"], torch.full((77,), -1, dtype=torch.int32)])
+    assert torch.equal(read(parts, 3000), codes)
+    flat = torch.zeros(3000)
+    reader(parts, 3000).write_exact(flat)
+    assert bit_equal(flat, torch.where(lost, values, 0))
+
+
+@pytest.mark.parametrize(
+    ("part", "change"), [(part, change) for part in NAMES for change in ("shorter", "longer")][:-1]
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_part_of_the_wrong_length_contradicts_the_others(part: str, change: str, dtype: torch.dtype) -> None:
     parts = encode(*draw(3000, dtype, signed=True, share=0.05))
@@ -315,7 +345,7 @@ def test_an_escape_outside_its_chunk_is_refused(chunk: int, position: int, dtype
     source.write_exact(torch.zeros(1030, dtype=dtype))
     word = position << 16 if dtype.itemsize == 2 else position
     parts["words"][0] = word - (1 << 32) if word >> 31 else word
-    with pytest.raises(PayloadError, match="blocks payload: an escape lies outside its chunk: corrupted"):
+    with pytest.raises(PayloadError, match="an escape lies outside its chunk: the payload is corrupted"):
         reader(parts, 1030, dtype).write_exact(torch.zeros(1030, dtype=dtype))
 
 

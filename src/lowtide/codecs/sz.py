@@ -1,15 +1,17 @@
-"""Error-bounded values: a grid anchored at zero, dither or nearest rounding, bit planes, and an exact way out."""
+"""Error-bounded values: a grid anchored at zero, dither or nearest rounding, an entropy coder, and an exact way out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lowtide.coding import blocks, dither, layout
+from lowtide import bounds
+from lowtide.coding import blocks, layout, rans
+from lowtide.coding.grid import Grid
 from lowtide.errors import BoundError, DtypeError, PayloadError, UnknownNameError
 from lowtide.records import Bound, Encoded, TensorSpec
 
@@ -17,37 +19,52 @@ __all__ = ["Sz"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _ROUNDINGS = ("dither", "nearest")
-_CODERS = ("blocks",)
+_CODERS = ("auto", "blocks", "rans")
 # Elements worked on at a time: few enough for the cache of a CPU, many elsewhere to have few launches.
 _SLAB_CPU, _SLAB = 1 << 17, 1 << 24
-_ZERO_SHARE = 1 / 64  # above it, a code for "exactly zero" is cheaper than escaping the zeros
+_ZERO_SHARE = 1 / 64  # above it, "exactly zero" gets a code of its own
+_PIECES, _PIECE = 192, rans.SAMPLE_ROWS * rans.ROW  # of a sample
+_ZERO = torch.iinfo(torch.int16).max  # stands for zero in a sample of codes
+_MOST_BITS = 9.0  # a value; where rans would need more, its alphabet is too small
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is settled before a tensor is coded, from itself or from earlier tensors of the same place in a net.
+
+    The values that come back depend on ``grid`` and, for zeros, on ``zero_code``; ``model`` (None: coder ``blocks``)
+    decides about the size only.
+    """
+
+    grid: Grid
+    zero_code: bool
+    model: rans.Model | None
 
 
 @dataclass(frozen=True, slots=True)
 class Sz:
     """For every finite x with bound eb: |x' - x| <= eb in exact arithmetic, the rounding of x' to its dtype included.
 
-    q = rint(x / step + u) and x' = (q - u) * step rounded to the dtype of x, where step <= 2 eb and u is the element's
-    dither (zero for ``rounding="nearest"``). Why the bound holds: the encoder computes x' as the decoder will and
-    compares it with x in float64; an element that misses its bound, or whose code is out of range, is stored exactly
-    (an escape). To make misses rare, step / 2 is eb with its mantissa cut to 8 bits (5 for 16-bit dtypes): then
-    x +- step / 2 lie on the dtype's own grid for all but very large x, and rounding x' cannot push it past them.
+    q = floor(x / step + dither) and x' is the middle of q's interval; ``lowtide.coding.grid`` has the arithmetic and
+    the proof. With dither, E[x'] = x to within step / 512 and the error is uniform, whatever x is; its variance is
+    step**2 / 12. NaN and inf come back bit for bit; so do values beyond 2046 steps. A bound of zero or NaN that came
+    out of a statistic stores the elements it governs exactly. Chunks of values that cannot be coded for less are stored
+    raw, so a payload exceeds the raw values at most by its heads and steps. Any shape and any dense layout, coded in
+    memory order.
 
-    With dither, E[x'] = x to within step / 512 and the error is uniform, whatever x is; its variance is step**2 / 12.
-    Zeros come back as zeros. NaN and inf come back bit for bit; so do values beyond 2046 steps. A bound of zero or NaN
-    that came out of a statistic stores the elements it governs exactly. 1024 values that cannot be coded for less are
-    stored raw, so a payload exceeds the raw values at most by its headers and steps (a sixth of a bit a value, and two
-    bytes a bound). Any shape and any dense layout, coded in memory order.
+    Zeros come back as zeros where "exactly zero" has a code of its own: if more than one value in 64 of a sample is
+    zero, with nearest rounding anyway, and with ``keep_zeros``, so that ``nonzero`` recovers it without the values.
 
-    ``keep_zeros`` forces "exactly zero" to have a code of its own, so that ``nonzero`` recovers it without the values.
+    ``coder``: ``rans`` comes near the entropy of the codes, ``blocks`` is simpler; ``auto`` is rans on NVIDIA GPUs and
+    blocks elsewhere. Values do not depend on it.
     """
 
     rounding: str = "dither"
-    coder: str = "blocks"
+    coder: str = "auto"
     keep_zeros: bool = False
 
     name: ClassVar[str] = "sz"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     carries_values: ClassVar[bool] = True
     takes_bound: ClassVar[bool] = True
 
@@ -60,36 +77,81 @@ class Sz:
     def accepts(self, dtype: torch.dtype) -> bool:
         return dtype in _DTYPES
 
-    def encode(self, x: Tensor, bound: Bound | None = None, *, seed: int = 0) -> Encoded:
-        prepared = self.prepare(x, bound, seed)
-        if prepared is None:
-            return Encoded(self.name, self.version, layout.spec_of(x), {"kind": "empty"})
-        spec, flat, grid, zero_code = prepared
-        streams = []
-        for start, stop in _slabs(spec):
-            part = flat[start:stop]
-            code, negative, lost = _quantise(part, grid, start, stop, zero_code)
-            streams.append(blocks.write(code, negative, lost, part))
-        tensors = {**blocks.join(streams), "step": grid.step.to(torch.bfloat16)}
-        return self.payload(spec, zero_code, grid, tensors)
-
-    def prepare(self, x: Tensor, bound: Bound | None, seed: int) -> tuple[TensorSpec, Tensor, Grid, bool] | None:
-        """What encoder and twin share: checks, memory order, grid, whether zero has a code. None if empty."""
+    def grid(self, x: Tensor, bound: Bound | None) -> Grid:
+        """Steps for tensors like ``x`` under ``bound``; refuses what cannot be promised."""
         if not self.accepts(x.dtype):
             raise DtypeError(f"sz stores {', '.join(map(str, _DTYPES))}; got {x.dtype}")
         if bound is None:
             raise BoundError("sz needs an error bound: pass Bound.absolute(...) or a relative rule")
-        spec = layout.spec_of(x)
-        bound.check_shape(spec)
-        flat = layout.memory_view(x)
-        if not spec.numel:
-            return None
-        grid = Grid(spec, bound, _step(bound, spec), seed if self.rounding == "dither" else None)
-        return spec, flat, grid, self._wants_zero_code(flat)
+        bound.check_shape(TensorSpec.of(x))
+        return Grid.of(bound, x.dtype, x.device, self.rounding, _means(x, bound.axes))
 
-    def payload(self, spec: TensorSpec, zero_code: bool, grid: Grid, tensors: dict[str, Tensor]) -> Encoded:
-        meta = {"kind": self.coder, "zero_code": zero_code, "axes": grid.axes, "seed": grid.seed}
-        return Encoded(self.name, self.version, spec, meta, tensors)
+    def plan(self, x: Tensor, bound: Bound | None, zero_code: bool | None = None) -> Plan:
+        """A plan from the tensor itself; ``zero_code`` as it was decided before, if it was."""
+        grid = self.grid(x, bound)
+        return self.fit(grid, self.survey(x, grid).cpu(), x.numel(), zero_code)
+
+    def survey(self, x: Tensor, grid: Grid) -> Tensor:
+        """Codes of a sample, as int16 on the device of ``x``, with a mark for zeros; nothing waits for them."""
+        flat = layout.memory_view(x)
+        if not flat.numel():
+            return torch.zeros(0, dtype=torch.int16, device=x.device)
+        pieces = max(1, min(_PIECES, flat.numel() // _PIECE))
+        stride = max(flat.numel() // pieces // rans.ROW * rans.ROW, 1)
+        start = torch.arange(pieces, device=x.device) * stride
+        index = (start.unsqueeze(1) + torch.arange(_PIECE, device=x.device)).flatten() % flat.numel()
+        sample = flat[index]
+        q, _ = grid.quantise(sample, index, TensorSpec.of(x), 0)
+        return torch.where(sample == 0, _ZERO, q).to(torch.int16)
+
+    def fit(
+        self, grid: Grid, sample: Tensor, count: int, zero_code: bool | None = None, before: Plan | None = None
+    ) -> Plan:
+        """A plan from a survey, once it has reached the CPU; ``before`` is the plan that it follows."""
+        zero = sample == _ZERO
+        if zero_code is None:
+            share = float(zero.double().mean()) if sample.numel() else 0.0
+            zero_code = self.rounding == "dither" and share > _ZERO_SHARE
+        zero_code = zero_code or self.keep_zeros
+        if self.coder != "rans" or not sample.numel():
+            return Plan(grid, zero_code, None)
+        known = before.model if before is not None else None
+        model = rans.fit(torch.where(zero, 0, sample).int(), zero if zero_code else None, count, known)
+        if model.bits > _MOST_BITS:
+            return Plan(grid, zero_code, None)
+        freqs = model.freqs.pin_memory() if grid.step.is_cuda else model.freqs
+        return Plan(grid, zero_code, replace(model, freqs=freqs.to(grid.step.device, non_blocking=True)))
+
+    def encode(self, x: Tensor, bound: Bound | None = None, *, seed: int = 0, plan: Plan | None = None) -> Encoded:
+        plan = plan if plan is not None else self.plan(x, bound)
+        spec, flat = layout.spec_of(x), layout.memory_view(x)
+        if not spec.numel:
+            return Encoded(self.name, self.version, spec, {"kind": "empty"})
+        if plan.model is not None:
+            q, zero, lost = _codes(flat, spec, plan, seed, 0, spec.numel)
+            return self.payload(spec, plan, seed, rans.write(q, zero, lost, flat, plan.model))
+        streams = []
+        for start, stop in _slabs(spec):
+            q, zero, lost = _codes(flat[start:stop], spec, plan, seed, start, stop)
+            code = q.abs() if zero is None else torch.where(zero | lost, 0, q.abs() + 1)
+            streams.append(blocks.write(code, (q < 0) & (code > 0), lost, flat[start:stop]))
+        return self.payload(spec, plan, seed, blocks.join(streams))
+
+    def payload(self, spec: TensorSpec, plan: Plan, seed: int, tensors: Mapping[str, Tensor]) -> Encoded:
+        """``tensors`` under the plan that they were coded by."""
+        meta: dict[str, Any] = {
+            "kind": "blocks" if plan.model is None else "rans",
+            "zero_code": plan.zero_code,
+            "axes": plan.grid.axes,
+            "rounding": self.rounding,
+            "seed": seed,
+        }
+        if plan.model is not None:
+            meta["alphabet"] = plan.model.alphabet.meta()
+        parts = {**tensors, "step": plan.grid.step}
+        if plan.grid.centre is not None:
+            parts["centre"] = plan.grid.centre
+        return Encoded(self.name, self.version, spec, meta, parts)
 
     def decode(self, encoded: Encoded) -> Tensor:
         encoded.require(self.name, self.version)
@@ -97,19 +159,14 @@ class Sz:
         flat = torch.empty(spec.numel, dtype=spec.dtype, device=spec.device)
         if encoded.meta["kind"] == "empty":
             return layout.restore(flat, spec)
-        reader, grid = _reader(encoded), _grid(encoded)
-        for start, stop in _slabs(spec):
-            code, negative = reader.read(start, stop)
-            zero = code == 0 if encoded.meta["zero_code"] else None
-            magnitude = code if zero is None else code - 1
-            value = grid.value(torch.where(negative, -magnitude, magnitude), start, stop)
+        grid, reader = stored_grid(encoded), _reader(encoded)
+        for start, stop in reader.slabs:
+            q, zero = reader.read(start, stop)
+            index = torch.arange(start, stop, device=spec.device)
+            value = grid.value(q, index, spec, encoded.meta["seed"])
             flat[start:stop] = value if zero is None else value.masked_fill_(zero, 0)
         reader.write_exact(flat)
         return layout.restore(flat, spec)
-
-    def step(self, bound: Bound, spec: TensorSpec) -> Tensor:
-        """The step that a bound leads to for tensors like ``spec``: the error's variance is step**2 / 12."""
-        return _step(bound, spec)
 
     def nonzero(self, encoded: Encoded) -> Tensor:
         """Where x was not zero, exactly, as ones and zeros in the dtype of x; needs a payload with a zero code."""
@@ -118,104 +175,59 @@ class Sz:
         flat = torch.empty(spec.numel, dtype=spec.dtype, device=spec.device)
         if encoded.meta["kind"] == "empty":
             return layout.restore(flat, spec)
-        if not encoded.meta["zero_code"]:
-            raise PayloadError("sz payload has no code for zero: encode with keep_zeros=True to ask for non-zeros")
+        require_zeros(encoded)
         reader = _reader(encoded)
-        for start, stop in _slabs(spec):
-            flat[start:stop] = reader.read(start, stop)[0] != 0
+        for start, stop in reader.slabs:
+            zero = reader.read(start, stop)[1]
+            assert zero is not None, "the payload has a code for zero"
+            flat[start:stop] = ~zero
         reader.write_exact(flat)
         return layout.restore((flat != 0).to(spec.dtype), spec)
 
-    def _wants_zero_code(self, flat: Tensor) -> bool:
-        if self.keep_zeros:
-            return True
-        if self.rounding != "dither":
-            return False
-        zeros = flat.numel() - int(torch.count_nonzero(flat))
-        return zeros > flat.numel() * _ZERO_SHARE
+    def step(self, bound: Bound, spec: TensorSpec) -> Tensor:
+        """The step that a bound leads to for tensors like ``spec``: the error's variance is step**2 / 12."""
+        return Grid.of(bound, spec.dtype, spec.device, self.rounding).step.float()
+
+    def codes(self, x: Tensor, bound: Bound | None = None, *, seed: int = 0, plan: Plan | None = None) -> Tensor:
+        """The integers that are stored for ``x``, in memory order, "exactly zero" (if it has a code) as 4096."""
+        plan = plan if plan is not None else self.plan(x, bound)
+        spec = layout.spec_of(x)
+        q, zero, _ = _codes(layout.memory_view(x), spec, plan, seed, 0, spec.numel)
+        return q if zero is None else torch.where(zero, 4096, q)
 
 
-class Grid:
-    """The reconstruction points of every element: steps and dither, the same for encoder and decoder."""
-
-    def __init__(self, spec: TensorSpec, bound: Bound | None, step: Tensor, seed: int | None) -> None:
-        self.axes = bound.axes if bound is not None else ()
-        self.dtype = spec.dtype
-        self.device = spec.device
-        self.work = torch.float64 if spec.dtype == torch.float64 else torch.float32
-        self.step = step
-        self.seed = seed
-        self.promised = None if bound is None else _promised(bound, spec)
-        self.terms = layout.index_terms(spec, self.axes)
-
-    @classmethod
-    def stored(cls, spec: TensorSpec, axes: tuple[int, ...], step: Tensor, seed: int | None) -> Grid:
-        grid = cls(spec, None, step, seed)
-        grid.axes = axes
-        grid.terms = layout.index_terms(spec, axes)
-        return grid
-
-    def entries(self, start: int, stop: int) -> Tensor | None:
-        """Where elements [start, stop) find their step; None when one step serves all."""
-        if not self.terms:
-            return None
-        return layout.entries_at(self.terms, torch.arange(start, stop, device=self.device))
-
-    def steps(self, entries: Tensor | None) -> Tensor:
-        step = self.step.to(self.work)
-        return step if entries is None else step[entries]
-
-    def offsets(self, start: int, stop: int) -> Tensor | float:
-        if self.seed is None:
-            return 0.0
-        return dither.offsets(self.seed, start, stop, dtype=self.work, device=self.device)
-
-    def value(self, q: Tensor, start: int, stop: int) -> Tensor:
-        """x' of integer codes; two roundings (the product, then the dtype), no fused multiply-add."""
-        return ((q.to(self.work) - self.offsets(start, stop)) * self.steps(self.entries(start, stop))).to(self.dtype)
+def stored_grid(encoded: Encoded) -> Grid:
+    axes = encoded.meta["axes"]
+    count = 1
+    for axis in axes:
+        count *= encoded.spec.shape[axis]
+    step = encoded.tensor("step", dtype=torch.bfloat16, numel=count)
+    centre = encoded.tensor("centre", dtype=torch.bfloat16, numel=count) if "centre" in encoded.tensors else None
+    return Grid(axes, encoded.meta["rounding"], step, centre)
 
 
-def _quantise(part: Tensor, grid: Grid, start: int, stop: int, zero_code: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, signs and the elements that must escape, for elements [start, stop)."""
-    x = part.to(grid.work)
-    entries = grid.entries(start, stop)
-    q = torch.round(x * (1 / grid.steps(entries)) + grid.offsets(start, stop))
-    room = blocks.MAX_CODE - 1
-    in_range = q.abs() <= room
-    q = torch.where(in_range, q, 0).to(torch.int32)
-    restored = grid.value(q, start, stop)
-    assert grid.promised is not None, "only the decoder works without a bound"
-    promised = grid.promised if entries is None else grid.promised[entries]
-    zero = x == 0
-    kept = in_range & ((restored.double() - part.double()).abs() <= promised)
-    kept = kept | zero if zero_code else kept & (~zero | (restored == 0))
-    code = q.abs()
-    if zero_code:
-        code = torch.where(zero, 0, code + 1)
-    code = torch.where(kept, code, 0)
-    return code, (q < 0) & (code > 0), ~kept
+def _means(x: Tensor, axes: tuple[int, ...]) -> Tensor | None:
+    """The mean of each channel, of some of the tensor; None where there is one step for all, or one for each row."""
+    if not axes or 0 in axes or not x.numel():
+        return None
+    over = [axis for axis in range(x.dim()) if axis not in axes]
+    return bounds.sample(x, axes).mean(over, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
-def _step(bound: Bound, spec: TensorSpec) -> Tensor:
-    """Twice the bound with its mantissa cut, exact in bfloat16; zero where no promise can be kept by a grid."""
-    keep = 5 if spec.dtype.itemsize == 2 else 8
-    value = bound.value.to(device=spec.device, dtype=torch.float64).flatten()
-    # A quarter of the largest value, so that the step and every x' near zero are finite.
-    largest = min(torch.finfo(spec.dtype).max, torch.finfo(torch.float32).max)
-    value = torch.where(value > 0, value, 0).clamp(max=largest / 4)
-    bits = _down32(value).view(torch.int32) & -(1 << (24 - keep))
-    return bits.view(torch.float32) * 2
+def require_zeros(encoded: Encoded) -> None:
+    if not encoded.meta["zero_code"]:
+        raise PayloadError("sz payload has no code for zero: encode with keep_zeros=True to ask for non-zeros")
 
 
-def _promised(bound: Bound, spec: TensorSpec) -> Tensor:
-    """What an element is compared with: the bound, rounded down to the precision that the work is done in."""
-    value = bound.value.to(device=spec.device, dtype=torch.float64).flatten()
-    return value if spec.dtype == torch.float64 else _down32(value).double()
-
-
-def _down32(value: Tensor) -> Tensor:
-    narrow = value.float()
-    return torch.where(narrow.double() > value, torch.nextafter(narrow, torch.zeros_like(narrow)), narrow)
+def _codes(
+    part: Tensor, spec: TensorSpec, plan: Plan, seed: int, start: int, stop: int
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Codes, where they stand for zero (None without such a code), and what no code carries."""
+    q, lost = plan.grid.quantise(part, torch.arange(start, stop, device=part.device), spec, seed)
+    if not plan.zero_code:
+        return q, None, lost
+    zero = part == 0
+    return torch.where(zero, 0, q), zero, lost & ~zero
 
 
 def _slabs(spec: TensorSpec) -> Iterator[tuple[int, int]]:
@@ -224,19 +236,47 @@ def _slabs(spec: TensorSpec) -> Iterator[tuple[int, int]]:
         yield start, min(start + size, spec.numel)
 
 
-def _grid(encoded: Encoded) -> Grid:
-    axes = encoded.meta["axes"]
-    count = 1
-    for axis in axes:
-        count *= encoded.spec.shape[axis]
-    step = encoded.tensor("step", dtype=torch.bfloat16, numel=count).float()
-    return Grid.stored(encoded.spec, axes, step, encoded.meta["seed"])
+def _reader(encoded: Encoded) -> _Blocks | _Rans:
+    return _Rans(encoded) if encoded.meta["kind"] == "rans" else _Blocks(encoded)
 
 
-def _reader(encoded: Encoded) -> blocks.Reader:
-    headers = encoded.tensor("headers", dtype=torch.uint8)
-    words = encoded.tensor("words", dtype=torch.int32)
-    offsets = encoded.tensors.get("offsets")
-    if offsets is None or offsets.dtype not in (torch.int32, torch.int64):
-        raise PayloadError("sz payload lacks its chunk offsets: truncated or corrupted")
-    return blocks.Reader(headers, offsets, words, dtype=encoded.spec.dtype, count=encoded.spec.numel)
+class _Blocks:
+    """Codes of a payload of coder ``blocks``, slab by slab."""
+
+    def __init__(self, encoded: Encoded) -> None:
+        headers = encoded.tensor("headers", dtype=torch.uint8)
+        words = encoded.tensor("words", dtype=torch.int32)
+        offsets = encoded.tensors.get("offsets")
+        if offsets is None or offsets.dtype not in (torch.int32, torch.int64):
+            raise PayloadError("sz payload lacks its chunk offsets: truncated or corrupted")
+        self._reader = blocks.Reader(headers, offsets, words, dtype=encoded.spec.dtype, count=encoded.spec.numel)
+        self._zero_code = encoded.meta["zero_code"]
+        self.slabs = list(_slabs(encoded.spec))
+
+    def read(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        code, negative = self._reader.read(start, stop)
+        magnitude = code - 1 if self._zero_code else code
+        return torch.where(negative, -magnitude, magnitude), code == 0 if self._zero_code else None
+
+    def write_exact(self, flat: Tensor) -> None:
+        self._reader.write_exact(flat)
+
+
+class _Rans:
+    """Codes of a payload of coder ``rans``, all at once."""
+
+    def __init__(self, encoded: Encoded) -> None:
+        self._alphabet = rans.Alphabet(**encoded.meta["alphabet"])
+        self._parts = {
+            "heads": encoded.tensor("heads", dtype=torch.int32),
+            "words": encoded.tensor("words", dtype=torch.int32),
+            "freqs": encoded.tensor("freqs", dtype=torch.int16),
+        }
+        self._dtype, self._count = encoded.spec.dtype, encoded.spec.numel
+        self.slabs = [(0, self._count)]
+
+    def read(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        return rans.read(self._parts, self._alphabet, dtype=self._dtype, count=self._count)
+
+    def write_exact(self, flat: Tensor) -> None:
+        rans.write_exact(self._parts, self._alphabet, flat)

@@ -13,9 +13,11 @@ _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
 
 
-def mix64(*words: int) -> int:
-    """A 64-bit hash of integers (splitmix64 over each): seeds for sites, steps and calls."""
-    state = 0
+def mix64(*words: int, state: int = 0) -> int:
+    """A 64-bit hash of integers (splitmix64 over each): seeds for sites, steps and calls.
+
+    ``mix64(b, state=mix64(a))`` is ``mix64(a, b)``.
+    """
     for word in words:
         state = (state ^ (word & _MASK64)) + 0x9E3779B97F4A7C15 & _MASK64
         state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK64
@@ -30,11 +32,10 @@ def keys(seed: int) -> tuple[int, int]:
     return _signed32(mixed), _signed32(mixed >> 32)
 
 
-def offsets(seed: int, start: int, stop: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Dither for elements [start, stop) of stream ``seed``; ``start`` is a multiple of four."""
-    assert start % 4 == 0, "slabs start on a hash word"
+def bytes_at(seed: int, index: Tensor) -> Tensor:
+    """The dither byte (int32, 0 .. 255) of each element of stream ``seed``."""
     low, high = keys(seed)
-    word = torch.arange(start // 4, -(-stop // 4), device=device).to(torch.int32)
+    word = (index >> 2).to(torch.int32)
     word = word + low
     word = word ^ _shift_right(word, 16)
     word = word * _signed32(0x7FEB352D)
@@ -42,9 +43,13 @@ def offsets(seed: int, start: int, stop: int, *, dtype: torch.dtype, device: tor
     word = word ^ _shift_right(word, 15)
     word = word * _signed32(0x846CA68B)
     word = word ^ _shift_right(word, 16)
-    shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=device)
-    lanes = (word.unsqueeze(1) >> shifts) & 0xFF
-    return (lanes.flatten()[: stop - start].to(dtype) - 127.5) * (1.0 / 256.0)
+    return (word >> ((index & 3) << 3).to(torch.int32)) & 0xFF
+
+
+def offsets(seed: int, start: int, stop: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The same as offsets in (-1/2, 1/2), for elements [start, stop)."""
+    byte = bytes_at(seed, torch.arange(start, stop, device=device))
+    return (byte.to(dtype) - 127.5) * (1.0 / 256.0)
 
 
 def _signed32(value: int) -> int:

@@ -1,0 +1,139 @@
+"""The quantiser of ``sz``: integer codes on a grid of steps, fixed-point dither, reconstruction within a proven bound.
+
+With s = step / 256, an element x and its dither byte b (0 .. 255):
+
+    X  = rint(x / s)                      the element in units of s; x / s is x times the float32 nearest to 256 / step
+    q  = floor((X + b) / 256)             its code
+    x' = (256 q + 127.5 - b) * s          what it comes back as: one rounding to float32, one to its dtype
+
+Why |x' - x| <= bound: X + b = 256 q + r with 0 <= r <= 255, so x' / s = X + 127.5 - r is at most 127.5 from X, X is
+at most 0.5 from x / s, and 128 s = step / 2. The roundings of 256 / step, of x' to float32 and to its dtype are covered
+by ``margin``: step is 2 * bound * (1 - margin), its mantissa cut to the 8 bits in which it is stored. For float32 that
+covers every code; for a 16-bit dtype codes of up to ``reach`` steps. Beyond, and in float64, an element is compared
+with what it would come back as, and is stored exactly (``lost``) if the promise would be broken, like NaN, inf and
+whatever is more than 2046 steps from zero.
+
+Codes are counted from a ``centre``, a whole number of steps near the mean of what a step governs: a channel far from
+zero has small codes, too. x' does not depend on it.
+
+Over b, r is uniform: E[x'] = X * s, within step / 512 of x, and the error is uniform with variance step**2 / 12.
+Without dither b is 128 and x' is 256 q * s: nearest rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowtide.coding import dither, layout
+from lowtide.records import Bound, TensorSpec
+
+MAX_CODE = 2046
+CENTRES = 4.0  # steps from zero that a centre of 16-bit values may lie
+_SMALLEST = 2.0**-100  # steps below are taken as zero: so s and every x' near a step are normal float32 numbers
+_MARGIN = {torch.float32: 2.0**-10, torch.float64: 2.0**-10, torch.float16: 2.0**-7, torch.bfloat16: 2.0**-4}
+_MARGIN_NEAREST = 2.0**-7  # on top: then X / 256 is rounded where X was rounded before
+_REACH = {torch.float32: MAX_CODE, torch.float16: 7, torch.bfloat16: 8}
+_SMALLEST_HALF = 2.0**-12  # of float16: its subnormal numbers have fewer bits than the margin assumes
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """One step for the tensor, or one for each index along ``axes`` (bfloat16), and what encoders want beside it.
+
+    ``centre`` goes with ``step`` (bfloat16; None: zero everywhere). ``inverse`` is 256 / step in float32, inf where the
+    step is zero; ``promised`` is what an element is compared with: a decoder has neither.
+    """
+
+    axes: tuple[int, ...]
+    rounding: str
+    step: Tensor
+    centre: Tensor | None = None
+    inverse: Tensor | None = None
+    promised: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, bound: Bound, dtype: torch.dtype, device: torch.device, rounding: str, mean: Tensor | None = None
+    ) -> Grid:
+        """The grid of a bound; ``mean`` has a number for each of its values."""
+        value = bound.value.to(device=device, dtype=torch.float64).flatten()
+        step = _step(value, dtype, rounding)
+        centre = None if mean is None else _centre(mean.flatten(), step, dtype)
+        return cls(bound.axes, rounding, step.to(torch.bfloat16), centre, 256.0 / step, _down32(value))
+
+    def quantise(self, x: Tensor, index: Tensor, spec: TensorSpec, seed: int) -> tuple[Tensor, Tensor]:
+        """Codes (int32) and which elements must be stored exactly, for the elements at ``index`` in memory order.
+
+        Codes are counted from the centre.
+        """
+        entries = self.entries(index, spec)
+        shift = self._bytes(index, seed)
+        assert self.inverse is not None and self.promised is not None, "a decoder's grid does not encode"
+        units = torch.round(x.double() * _pick(self.inverse.double(), entries))
+        in_range = units.abs() < 2.0**22  # false for NaN; inf * 0 and x * inf are not in range either
+        units = torch.where(in_range, units, 0).to(torch.int32)
+        q = (units + shift) >> 8
+        promised = _pick(self.promised, entries).double()
+        error = (self._value(q, shift, entries, spec.dtype).double() - x.double()).abs()
+        kept = in_range & (q.abs() <= MAX_CODE) & (error <= promised)
+        if self.centre is not None:
+            q = q - _pick(self.centre, entries).int()
+            kept &= q.abs() <= MAX_CODE
+        return torch.where(kept, q, 0), ~kept
+
+    def value(self, q: Tensor, index: Tensor, spec: TensorSpec, seed: int) -> Tensor:
+        """x' of codes counted from the centre."""
+        entries = self.entries(index, spec)
+        if self.centre is not None:
+            q = q + _pick(self.centre, entries).int()
+        return self._value(q, self._bytes(index, seed), entries, spec.dtype)
+
+    def entries(self, index: Tensor, spec: TensorSpec) -> Tensor | None:
+        """Where elements find their step; None when one step serves all."""
+        terms = layout.index_terms(spec, self.axes)
+        return layout.entries_at(terms, index) if terms else None
+
+    def _value(self, q: Tensor, shift: Tensor | int, entries: Tensor | None, dtype: torch.dtype) -> Tensor:
+        work = torch.float64 if dtype == torch.float64 else torch.float32
+        units = (q * 256 - shift).to(work)
+        units += 127.5 if self.rounding == "dither" else 128.0
+        return (units * (_pick(self.step, entries).to(work) / 256)).to(dtype)
+
+    def _bytes(self, index: Tensor, seed: int) -> Tensor | int:
+        return dither.bytes_at(seed, index) if self.rounding == "dither" else 128
+
+
+def reach(dtype: torch.dtype) -> int:
+    """Codes up to this magnitude keep their promise by construction."""
+    return _REACH.get(dtype, -1)
+
+
+def _centre(mean: Tensor, step: Tensor, dtype: torch.dtype) -> Tensor:
+    """Whole steps, few enough to be exact in bfloat16 and, for 16-bit dtypes, to leave codes within the reach."""
+    most = 256.0 if dtype.itemsize > 2 else CENTRES
+    centre = torch.round(mean.float() / step)
+    return torch.where(centre.isfinite(), centre, 0.0).clamp(-most, most).to(torch.bfloat16)
+
+
+def _pick(table: Tensor, entries: Tensor | None) -> Tensor:
+    return table if entries is None else table[entries]
+
+
+def _step(value: Tensor, dtype: torch.dtype, rounding: str) -> Tensor:
+    """The step that serves each bound, exact in bfloat16; zero where no grid can keep the promise."""
+    margin = _MARGIN[dtype] + (0.0 if rounding == "dither" else _MARGIN_NEAREST)
+    # So that no x' overflows: whatever lies near the largest number is out of range, or (float16) beyond the reach.
+    largest = 2.0**11 if dtype == torch.float16 else 2.0**114
+    wanted = torch.where(value > 0, value, 0).clamp(max=largest) * (2 * (1 - margin))
+    bits = _down32(wanted).view(torch.int32) & -(1 << 16)
+    step = bits.view(torch.float32)
+    smallest = _SMALLEST_HALF if dtype == torch.float16 else _SMALLEST
+    return torch.where(step >= smallest, step, 0.0)
+
+
+def _down32(value: Tensor) -> Tensor:
+    narrow = value.float()
+    return torch.where(narrow.double() > value, torch.nextafter(narrow, torch.zeros_like(narrow)), narrow)
