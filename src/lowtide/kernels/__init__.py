@@ -1,7 +1,8 @@
-"""Twins of codecs for the GPU: same base name, same bytes, one pass over the raw tensor each way.
+"""Twins of codecs for the GPU: same base name, same values, one pass over the raw tensor each way.
 
-Triton is imported when a twin is first asked for, never with the package. Where there is no twin, no Triton or no GPU,
-the plain-torch codec itself does the work.
+Twins are written in Triton, and ``sz`` once more in CUDA C++ for NVIDIA, where votes within a warp decide. Neither
+Triton nor CUDA is touched before a twin is asked for. Where there is no twin, the plain-torch codec itself does the
+work.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from functools import cache
 import torch
 
 from lowtide.codecs import Codec
+from lowtide.kernels import _nvrtc
 from lowtide.registry import KERNELS
 
 
@@ -28,7 +30,18 @@ def interpreted() -> bool:
 
 def twin(codec: Codec, device: torch.device, dtype: torch.dtype) -> Codec:
     """The codec's twin for tensors on ``device``, or the codec itself where it has none."""
-    if (device.type != "cuda" and not interpreted()) or not available() or codec.name not in KERNELS.names():
+    return _twin(codec, device.type, dtype)  # type: ignore[arg-type]
+
+
+@cache
+def _twin(codec: Codec, device: str, dtype: torch.dtype) -> Codec:
+    if device == "cuda" and codec.name == "sz" and _nvrtc.available():
+        from lowtide.kernels._sz_cuda import SzCuda
+
+        found: Codec = SzCuda.of(codec)  # type: ignore[arg-type]
+        if found.accepts(dtype):
+            return found
+    if (device != "cuda" and not interpreted()) or not available() or codec.name not in KERNELS.names():
         return codec
-    found: Codec = KERNELS.load(codec.name)(codec)
+    found = KERNELS.load(codec.name)(codec)
     return found if found.accepts(dtype) else codec

@@ -1,0 +1,288 @@
+"""Triton twin of the codec ``groups``: the bytes and values of ``lowtide.codecs.groups``.
+
+A program handles some whole groups. It reads them a part at a time, so that the values whose codes share a byte, and
+those that share a dither word, are in one thread: nothing but the extremes of a group crosses threads. Only the last
+program masks what it reads and writes; the others move 16 bytes at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowtide.codecs.groups import Groups, of_payload
+from lowtide.coding import dither, layout
+from lowtide.kernels import interpreted
+from lowtide.records import Bound, Encoded
+
+__all__ = ["GroupsKernel"]
+
+_WARPS = 4
+_EXACT: dict[str, Any] = {"enable_fp_fusion": False}
+# Numbers that change from call to call: a kernel for each value of them would be compiled otherwise.
+_RUNTIME = ["count", "low_key", "high_key"]
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_LARGEST_GROUP = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class GroupsKernel:
+    """The twin of one ``Groups``; sizes of a group that are no power of two, or too large, are left to the codec."""
+
+    codec: Groups
+
+    carries_values: ClassVar[bool] = True
+    takes_bound: ClassVar[bool] = False
+    ticketed: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        return self.codec.name
+
+    def accepts(self, dtype: torch.dtype) -> bool:
+        return dtype in _DTYPES
+
+    def encode(self, x: Tensor, bound: Bound | None = None, *, seed: int = 0, ticket: Tensor | None = None) -> Encoded:
+        codec, count = self.codec, x.numel()
+        if not self.accepts(x.dtype) or not count or not _fits(codec):
+            return codec.encode(x, bound, seed=seed)
+        spec = codec.check(x)
+        groups = -(-count // codec.group)
+        low = torch.empty(groups, dtype=x.dtype, device=x.device)
+        scale = torch.empty(groups, dtype=torch.int16, device=x.device)
+        codes = torch.empty(codec.codes_nbytes(count), dtype=torch.uint8, device=x.device)
+        tile = _tile(codec, x.dtype)
+        _encode[(-(-groups // tile),)](
+            x, low, scale, codes, count, *dither.keys(seed),
+            BITS=codec.bits, GROUP=codec.group, GROUPS=tile,
+            DITHER=codec.rounding == "stochastic", num_warps=_WARPS, **_EXACT,
+        )  # fmt: skip
+        return codec.payload(spec, low, scale.view(torch.bfloat16), codes)
+
+    def decode(self, encoded: Encoded) -> Tensor:
+        encoded.require(self.codec.name, self.codec.version)
+        spec, writer = encoded.spec, of_payload(encoded)
+        if spec.dtype not in _DTYPES or not spec.numel or not _fits(writer):
+            return self.codec.decode(encoded)
+        low, scale, codes = writer.stored(encoded)
+        flat = torch.empty(spec.numel, dtype=spec.dtype, device=spec.device)
+        tile = _tile(writer, spec.dtype)
+        _decode[(-(-low.numel() // tile),)](
+            flat, low, scale, codes, spec.numel,
+            BITS=writer.bits, GROUP=writer.group, GROUPS=tile,
+            LARGEST=torch.finfo(spec.dtype).max, SOFT=spec.dtype == torch.bfloat16 and interpreted(),
+            num_warps=_WARPS, **_EXACT,
+        )  # fmt: skip
+        return layout.restore(flat, spec)
+
+
+def _fits(codec: Groups) -> bool:
+    return codec.group <= _LARGEST_GROUP and codec.group & (codec.group - 1) == 0
+
+
+def _tile(codec: Groups, dtype: torch.dtype) -> int:
+    """Groups to a program: as many as give every thread one vector of each part, and so no two threads the same byte.
+
+    A vector has at most 16 bytes, and all that a thread holds at most 32 values.
+    """
+    places = codec.group // codec.parts
+    vector = min(16 // dtype.itemsize, 32 // codec.parts)
+    return max(32 * _WARPS * vector // places, 1)
+
+
+@triton.jit
+def _widen(x):
+    """To float32; bfloat16 by its bits, because Triton's interpreter loses its subnormals."""
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def _lowest(a, b):
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _highest(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _hash(word, low_key, high_key):
+    word = word + low_key.to(tl.uint32)
+    word = word ^ (word >> 16)
+    word = word * 0x7FEB352D
+    word = word ^ high_key.to(tl.uint32)
+    word = word ^ (word >> 15)
+    word = word * 0x846CA68B
+    return word ^ (word >> 16)
+
+
+@triton.jit
+def _inverse(scale):
+    """As in the codec: the same products and sums."""
+    guess = (0x7EF311C7 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    for _ in tl.static_range(3):
+        guess = guess * (2.0 - scale * guess)
+    return guess
+
+
+@triton.jit
+def _narrow(value, dtype: tl.constexpr):
+    """A float32 that is exact in ``dtype``; see ``_widen``."""
+    if dtype == tl.bfloat16:
+        return (value.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return value.to(dtype)
+
+
+@triton.jit
+def _round_bf16(value):
+    """Nearest bfloat16, ties to even, as float32 (Triton's interpreter rounds its casts otherwise)."""
+    bits = value.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+    return tl.where(value == value, bits, 0x7FC00000).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=_RUNTIME)
+def _encode(
+    x_ptr, low_ptr, scale_ptr, codes_ptr, count, low_key, high_key,
+    BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, DITHER: tl.constexpr,
+):  # fmt: skip
+    start = tl.program_id(0).to(tl.int64) * (GROUPS * GROUP)
+    if start + GROUPS * GROUP <= count:
+        _encode_tile(
+            x_ptr, low_ptr, scale_ptr, codes_ptr, start, count, low_key, high_key,
+            BITS, GROUP, GROUPS, DITHER, WHOLE=True,
+        )  # fmt: skip
+    else:
+        _encode_tile(
+            x_ptr, low_ptr, scale_ptr, codes_ptr, start, count, low_key, high_key,
+            BITS, GROUP, GROUPS, DITHER, WHOLE=False,
+        )  # fmt: skip
+
+
+@triton.jit
+def _encode_tile(
+    x_ptr, low_ptr, scale_ptr, codes_ptr, start, count, low_key, high_key,
+    BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, DITHER: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    PER_BYTE: tl.constexpr = 8 // BITS
+    PARTS: tl.constexpr = max(4, PER_BYTE)
+    PLACES: tl.constexpr = GROUP // PARTS
+    group = tl.arange(0, GROUPS)
+    place = tl.arange(0, PLACES)[None, :]
+    at = group[:, None] * GROUP + place
+    left = tl.minimum(count - start, GROUPS * GROUP).to(tl.int32)  # elements of this program
+    for part in tl.static_range(PARTS):
+        if WHOLE:
+            x = _widen(tl.load(x_ptr + start + (at + part * PLACES)))
+            least, most = x, x
+        else:
+            here = at + part * PLACES < left
+            x = _widen(tl.load(x_ptr + start + (at + part * PLACES), mask=here, other=0.0))
+            least, most = tl.where(here, x, float("inf")), tl.where(here, x, float("-inf"))
+        if part == 0:
+            parts, lowest, highest = (x,), least, most
+        else:
+            parts = parts + (x,)  # type: ignore[assignment] # noqa: RUF005
+            lowest, highest = _lowest(lowest, least), _highest(highest, most)
+    low = tl.reduce(lowest, 1, _lowest) + 0.0  # of zeros of both signs, the positive one
+    span = tl.reduce(highest, 1, _highest) - low
+    sound = span < 8.507059173023462e37  # 2**126; not where it is NaN
+    step = tl.maximum(span * (1.0 / ((1 << BITS) - 1)), 1.1754943508222875e-38)  # 2**-126
+    bits = (step.to(tl.int32, bitcast=True) + 0xFFFC) & -65536
+    scale = tl.where(sound, tl.where(span > 0, bits >> 16, 0), 0x7FC0).to(tl.int16)
+    exists = group * GROUP < left
+    first = start // GROUP
+    tl.store(low_ptr + first + group, _narrow(tl.where(sound, low, 0.0), low_ptr.dtype.element_ty), mask=exists)
+    tl.store(scale_ptr + first + group, scale, mask=exists)
+
+    inverse = _inverse(bits.to(tl.float32, bitcast=True))
+    byte_at = group[:, None] * (GROUP // PER_BYTE) + place
+    for part in tl.static_range(PARTS):
+        if DITHER and part % 4 == 0:
+            index = (start // 4).to(tl.uint32) + (group[:, None] * (GROUP // 4) + part // 4 * PLACES + place)
+            word = _hash(index.to(tl.uint32), low_key, high_key)
+        # No code needs clipping, but ptxas for sm_100 would fuse the product with the sum if nothing were in between.
+        t = tl.minimum((parts[part] - low[:, None]) * inverse[:, None], (1 << BITS) - 1.0)
+        if DITHER:
+            byte = (word >> (part % 4 * 8)) & 0xFF
+            t = t + tl.fma(byte.to(tl.float32), 0.00390625, -0.498046875)  # exact
+        # Adding 1.5 * 2**23 rounds to the nearest integer, ties to even, and leaves it in the lowest bits.
+        code = (t + 12582912.0).to(tl.int32, bitcast=True)
+        if not WHOLE:
+            code = tl.where(at + part * PLACES < left, code, 0)
+        if part % PER_BYTE == 0:
+            packed = code
+        else:
+            packed += code << (part % PER_BYTE * BITS)
+        if part % PER_BYTE == PER_BYTE - 1:
+            packed = tl.where(sound[:, None], packed, 0).to(tl.uint8)
+            target = codes_ptr + start // PER_BYTE + (byte_at + part // PER_BYTE * PLACES)
+            if WHOLE:
+                tl.store(target, packed)
+            else:
+                tl.store(target, packed, mask=at + part // PER_BYTE * PER_BYTE * PLACES < left)
+
+
+@triton.jit(do_not_specialize=_RUNTIME)
+def _decode(
+    y_ptr, low_ptr, scale_ptr, codes_ptr, count,
+    BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, LARGEST: tl.constexpr,
+    SOFT: tl.constexpr,
+):  # fmt: skip
+    start = tl.program_id(0).to(tl.int64) * (GROUPS * GROUP)
+    if start + GROUPS * GROUP <= count:
+        _decode_tile(y_ptr, low_ptr, scale_ptr, codes_ptr, start, count, BITS, GROUP, GROUPS, LARGEST, SOFT, WHOLE=True)
+    else:
+        _decode_tile(
+            y_ptr, low_ptr, scale_ptr, codes_ptr, start, count, BITS, GROUP, GROUPS, LARGEST, SOFT, WHOLE=False
+        )
+
+
+@triton.jit
+def _decode_tile(
+    y_ptr, low_ptr, scale_ptr, codes_ptr, start, count,
+    BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, LARGEST: tl.constexpr,
+    SOFT: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    PER_BYTE: tl.constexpr = 8 // BITS
+    PARTS: tl.constexpr = max(4, PER_BYTE)
+    PLACES: tl.constexpr = GROUP // PARTS
+    group = tl.arange(0, GROUPS)
+    place = tl.arange(0, PLACES)[None, :]
+    at = group[:, None] * GROUP + place
+    left = tl.minimum(count - start, GROUPS * GROUP).to(tl.int32)
+    exists = group * GROUP < left
+    first = start // GROUP
+    low = _widen(tl.load(low_ptr + first + group, mask=exists, other=0.0))[:, None]
+    scale = _widen(tl.load(scale_ptr + first + group, mask=exists, other=0.0))[:, None]
+    byte_at = group[:, None] * (GROUP // PER_BYTE) + place
+    for part in tl.static_range(PARTS):
+        if part % PER_BYTE == 0:
+            source = codes_ptr + start // PER_BYTE + (byte_at + part // PER_BYTE * PLACES)
+            if WHOLE:
+                byte = tl.load(source).to(tl.int32)
+            else:
+                byte = tl.load(source, mask=at + part * PLACES < left, other=0).to(tl.int32)
+        code = (byte >> (part % PER_BYTE * BITS)) & ((1 << BITS) - 1)
+        # The product is exact, so that fusing it with the sum changes nothing.
+        value = tl.fma(code.to(tl.float32), scale, low)
+        value = tl.minimum(value, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        if SOFT:
+            value = _narrow(_round_bf16(value), y_ptr.dtype.element_ty)
+        else:
+            value = value.to(y_ptr.dtype.element_ty)
+        if WHOLE:
+            tl.store(y_ptr + start + (at + part * PLACES), value)
+        else:
+            tl.store(y_ptr + start + (at + part * PLACES), value, mask=at + part * PLACES < left)

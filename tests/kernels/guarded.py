@@ -1,0 +1,31 @@
+"""Memory with words behind it that nobody may write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_WORDS = [0x5AFE5AFE] * 64
+
+
+class Guarded:
+    """Stands in for torch in a module under test: what its ``empty`` gives is filled with ones, and guarded."""
+
+    def __init__(self) -> None:
+        self._guards: list[Tensor] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def empty(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        guard = torch.tensor(_WORDS, dtype=torch.int32, device=device).view(torch.uint8)
+        nbytes = size * dtype.itemsize
+        whole = torch.cat([torch.full((nbytes,), 0xFF, dtype=torch.uint8, device=device), guard])
+        self._guards.append(whole[nbytes:])
+        return whole[:nbytes].view(dtype)
+
+    def check(self) -> None:
+        for guard in self._guards:
+            assert bytes(guard.tolist()) == b"".join(word.to_bytes(4, "little") for word in _WORDS), "past the end"
