@@ -16,10 +16,12 @@ LAYERS = (
     ("coding", "bounds"),
     ("codecs", "stores", "controllers"),
     ("policies", "methods", "capture", "witness", "kernels"),
+    ("sites",),
     ("pipeline",),
     ("reports",),
     ("session",),
     ("app",),
+    ("__main__",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 

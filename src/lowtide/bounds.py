@@ -13,6 +13,7 @@ from torch import Tensor
 from lowtide.errors import BoundError, UnknownNameError
 from lowtide.records import Bound, Need
 
+_ENOUGH = 1 << 22  # values for a statistic
 UNITS = ("absolute", "std", "range", "absmax")
 
 
@@ -29,7 +30,9 @@ class BoundRule:
     """A bound as a multiple of a unit: of 1 (absolute), or of a statistic of the tensor itself.
 
     ``std`` is the standard deviation of the finite non-zero values, ``range`` their maximum minus minimum, ``absmax``
-    their largest magnitude: each per tensor, per channel or per row, as the op that reads the tensor needs it.
+    their largest magnitude: each per tensor, per channel or per row, as the op that reads the tensor needs it. Of a
+    large tensor, statistics per tensor and per channel are those of evenly spaced entries along its first axis, four
+    million values or a little more. The ``std`` of a row, or of a channel of a sample, is that of all its values.
     """
 
     value: float
@@ -65,11 +68,18 @@ class BoundRule:
         if self.unit == "absolute":
             sizes = [x.shape[axis] for axis in axes]
             return Bound(torch.full(sizes, self.value, dtype=torch.float64, device=x.device), axes)
-        value = _STATISTICS[self.unit](x, axes).double() * self.value
+        value = _STATISTICS[self.unit](sample(x, axes), axes).double() * self.value
         return Bound(torch.where(value.isfinite(), value, 0), axes)
 
     def __str__(self) -> str:
         return f"{self.value!r}" if self.unit == "absolute" else f"{self.value!r} {self.unit}"
+
+
+def sample(x: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """What a statistic is taken of: some of a large tensor's entries along its first axis, if ``axes`` leave it."""
+    if x.numel() <= _ENOUGH or 0 in axes:
+        return x
+    return x[:: max(1, min(x.numel() // _ENOUGH, x.shape[0] // 8))]
 
 
 def _masked(x: Tensor, axes: tuple[int, ...]) -> tuple[Tensor, Tensor, list[int]]:
@@ -80,34 +90,12 @@ def _masked(x: Tensor, axes: tuple[int, ...]) -> tuple[Tensor, Tensor, list[int]
 
 
 def _std(x: Tensor, axes: tuple[int, ...]) -> Tensor:
-    fast = _std_from_moments(x, axes)
-    return fast if fast is not None else _std_in_two_passes(x, axes)
-
-
-def _std_from_moments(x: Tensor, axes: tuple[int, ...]) -> Tensor | None:
-    """Three reductions of the tensor as it is: zeros add nothing to sums, so only their number has to be known.
-
-    None where that is not good enough: non-finite values, squares that over- or underflow, or a variance below a
-    thousandth of the mean square, where the difference of the two moments loses too many digits.
-    """
     over = [axis for axis in range(x.dim()) if axis not in axes]
     if not over or not x.numel():
-        return None
-    work = torch.promote_types(x.dtype, torch.float32)
-    count = torch.count_nonzero(x, over)
-    mean = x.sum(over, dtype=work) / count.clamp(min=1)
-    square = torch.linalg.vector_norm(x, dim=over, dtype=work).square_() / count.clamp(min=1)
-    spread = square - mean.square()
-    is_sound = (square.isfinite() & (spread > 1e-3 * square)) | (count == 0)
-    return spread.sqrt() if bool(is_sound.all()) else None
-
-
-def _std_in_two_passes(x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        return x.new_zeros([x.shape[axis] for axis in axes], dtype=torch.promote_types(x.dtype, torch.float32))
+    if 0 in axes:
+        return torch.std(x, over, correction=0)
     values, mask, over = _masked(x, axes)
-    if not over:
-        return torch.zeros_like(values)
-    if not x.numel():
-        return values.new_zeros([x.shape[axis] for axis in axes])
     # In units of the largest magnitude, so that no square over- or underflows.
     peak = values.abs().amax(over, keepdim=True)
     values = values / torch.where(peak > 0, peak, 1)

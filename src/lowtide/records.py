@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import json
 import struct
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -31,7 +33,7 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
-        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
+        return _spec(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
     @property
     def numel(self) -> int:
@@ -43,6 +45,9 @@ class TensorSpec:
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+
+_spec = lru_cache(maxsize=4096)(TensorSpec)  # every save asks for one, and a training step has few that differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +63,13 @@ class Site:
     field: str
     call: int = 0
     module: str = ""
+    name: str = dataclasses.field(init=False, repr=False, compare=False)
+    digest: int = dataclasses.field(init=False, repr=False, compare=False)  # of the name, the same in every process
 
-    @property
-    def name(self) -> str:
+    def __post_init__(self) -> None:
         suffix = f"#{self.call}" if self.call else ""
-        return f"{self.path or ROOT}:{self.op}.{self.field}{suffix}"
+        object.__setattr__(self, "name", f"{self.path or ROOT}:{self.op}.{self.field}{suffix}")
+        object.__setattr__(self, "digest", zlib.crc32(self.name.encode()))
 
 
 class Kind(enum.Enum):
@@ -184,7 +191,8 @@ class Encoded:
     @property
     def nbytes(self) -> int:
         """Bytes of the storages that this payload keeps alive, each counted once."""
-        return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self.tensors.values()}.values())
+        storages = [tensor.untyped_storage() for tensor in self.tensors.values()]
+        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
     def tensor(self, name: str, *, dtype: torch.dtype, numel: int | None = None) -> Tensor:
         """A part of the payload, or an error that says which part is missing or has the wrong size."""

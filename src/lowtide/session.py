@@ -25,7 +25,7 @@ from lowtide.records import ROOT
 from lowtide.registry import STORES
 from lowtide.reports import Report
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 DEFAULT_METHOD = "fixed"
 _CHECKS = (False, True, "full")
 
@@ -44,17 +44,20 @@ class Session:
         check: bool | str = False,
         min_size: int = 4096,
         recast: bool = True,
+        refresh: int = 64,
         seed: int = 0,
         **options: Any,
     ) -> None:
         if check not in _CHECKS:
             raise UnknownNameError("value of check", str(check), map(str, _CHECKS))
+        if not isinstance(refresh, int) or refresh < 1:
+            raise AttachError(f"refresh is a number of saves, 1 or more; got {refresh!r}")
         chosen = methods.create(method, **options)
         self.method = method
         self.ledger = Ledger()
         self.controller = chosen.controller()
         policy = Policy(self.controller, chosen.values(), load_rules(rules), poison=bool(check))
-        self._pipeline = Pipeline(policy, STORES.create(store), self.ledger, seed=seed, check=check)
+        self._pipeline = Pipeline(policy, STORES.create(store), self.ledger, seed=seed, check=check, refresh=refresh)
         capture = Capture(
             model, self.ledger, self._pipeline.settle, self._pipeline.left, min_size=min_size, recast=recast
         )
@@ -82,8 +85,8 @@ class Session:
 
     def step(self) -> None:
         """A training step has ended: bounds may change now. Called by the optimizer's hook if one was given."""
-        self.controller.step(self._pipeline.step)
-        self._pipeline.end_step()
+        moved = self.controller.step(self._pipeline.step)
+        self._pipeline.end_step(moved=moved)
         self.ledger.end_step()
 
     def report(self) -> Report:
@@ -98,6 +101,7 @@ class Session:
             "seed": self._pipeline.seed,
             "step": self._pipeline.step,
             "controller": self.controller.state_dict(),
+            "sites": self._pipeline.sites.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -110,6 +114,7 @@ class Session:
         if state["method"] != self.method:
             raise StateError(f"state belongs to method {state['method']!r}, this session runs {self.method!r}")
         self.controller.load_state_dict(state["controller"])
+        self._pipeline.sites.load_state_dict(state["sites"])
         self._pipeline.resume(int(state["seed"]), int(state["step"]))
         self.ledger.step = int(state["step"])
 
@@ -138,6 +143,8 @@ def attach(model: nn.Module, method: str = DEFAULT_METHOD, **options: Any) -> Se
         check: compare what backward gets with what was saved: True samples, ``"full"`` keeps all (for debugging).
         min_size: tensors of fewer bytes are passed through.
         recast: make autocast's copies of parameters again in backward instead of keeping them.
+        refresh: bounds given as multiples of a statistic, and the tables of coders, are measured again every so many
+            saves of a place in the model (and at its saves 1, 4 and 16); 1 measures at every save.
         seed: of the dither; the global RNG is never touched.
         options: of the method; an unknown one is refused by name.
     """

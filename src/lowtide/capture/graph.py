@@ -23,22 +23,26 @@ def next_sequence_nr() -> int:
 
 
 @cache
-def saved_fields(node_type: type) -> tuple[str, ...]:
+def saved_fields(node_type: type) -> tuple[tuple[str, str], ...]:
+    """The fields that nodes of a type save tensors in, each with the attribute that shows what is in it."""
     prefix = "_raw_saved_"
-    return tuple(name.removeprefix(prefix) for name in dir(node_type) if name.startswith(prefix))
+    return tuple((name.removeprefix(prefix), name) for name in dir(node_type) if name.startswith(prefix))
 
 
 def handles_of(node: Any, handle_type: type[H]) -> dict[str, H]:
     """What ``node`` saved through our hooks, by field (``tensors[0]`` for the fields that are lists)."""
     found: dict[str, H] = {}
     node_type: type = type(node)
-    for field in saved_fields(node_type):
-        raw = getattr(node, f"_raw_saved_{field}")
-        many = isinstance(raw, list | tuple)
-        for index, item in enumerate(raw if many else (raw,)):
+    for field, attribute in saved_fields(node_type):
+        raw = getattr(node, attribute)
+        if isinstance(raw, list | tuple):
+            items = {f"{field}[{index}]": item for index, item in enumerate(raw)}
+        else:
+            items = {field: raw}
+        for name, item in items.items():
             data = item.data if item is not None else None
             if type(data) is handle_type:
-                found[f"{field}[{index}]" if many else field] = data
+                found[name] = data
     return found
 
 
@@ -70,8 +74,10 @@ class Walker:
             if type(node).__name__ == "AccumulateGrad":
                 continue
             number = node._sequence_nr()
+            if number < self._start:
+                continue
             marks = node.metadata
-            if number < self._start or marks.get(_MARK) == self._number:
+            if marks.get(_MARK) == self._number:
                 continue
             if number != newest:
                 marks[_MARK] = self._number

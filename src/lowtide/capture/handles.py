@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.coding import layout
@@ -75,14 +75,13 @@ class Recast:
 class StorageRecord:
     """One storage that saved tensors refer to. Holding it weakly keeps its address from being handed out again."""
 
-    __slots__ = ("__weakref__", "_kept", "_raw", "cdata", "nbytes", "unclaimed")
+    __slots__ = ("__weakref__", "_kept", "_raw", "entries", "nbytes", "unclaimed")
 
-    def __init__(self, tensor: Tensor, ledger: Ledger) -> None:
-        storage = tensor.untyped_storage()
-        self._raw: tuple[StorageWeakRef, Lease] = (StorageWeakRef(storage), Lease(ledger, "raw", storage.nbytes()))
-        self._kept: weakref.ref[Lease] | None = None
-        self.cdata = self._raw[0].cdata
+    def __init__(self, storage: UntypedStorage, ledger: Ledger) -> None:
         self.nbytes = storage.nbytes()
+        self._raw = (StorageWeakRef(storage), Lease(ledger, "raw", self.nbytes))
+        self._kept: weakref.ref[Lease] | None = None
+        self.entries: dict[Any, weakref.ref[Entry]] = {}
         self.unclaimed = self.nbytes  # raw bytes not yet attributed to a site
 
     def claim(self) -> int:
@@ -108,19 +107,26 @@ class StorageRecord:
 class Entry:
     """One tensor (a stretch of a storage at one version), however many ops saved it."""
 
-    __slots__ = ("__weakref__", "payloads", "raw", "record", "version", "waiting")
+    __slots__ = ("__weakref__", "_payloads", "raw", "record", "version", "waiting")
 
     def __init__(self, record: StorageRecord, version: int) -> None:
         self.record = record
         self.version = version
         self.raw: Tensor | None = None
         self.waiting: list[weakref.ref[Handle]] = []
-        self.payloads: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
+        self._payloads: dict[Any, weakref.ref[Any]] = {}
 
-    def take_waiting(self) -> list[Handle]:
-        handles = [handle for handle in (ref() for ref in self.waiting) if handle is not None]
-        self.waiting = []
-        return handles
+    def alive(self) -> list[Handle]:
+        """The handles that wait and are still wanted."""
+        return [handle for handle in [ref() for ref in self.waiting] if handle is not None]
+
+    def payload(self, key: Any) -> Any | None:
+        """The payload that a save of this tensor has under ``key``, if one lives."""
+        ref = self._payloads.get(key)
+        return ref() if ref is not None else None
+
+    def share(self, key: Any, payload: Any) -> None:
+        self._payloads[key] = weakref.ref(payload)
 
 
 class Handle:
@@ -155,27 +161,34 @@ class Handle:
 
 
 class Deduplicator:
-    """Finds the entry of a tensor that is saved again. Keys die with their entries, so no address is ever mistaken."""
+    """Finds the entry of a tensor that is saved again. Keys die with their records, so no address is ever mistaken."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._records: weakref.WeakValueDictionary[int, StorageRecord] = weakref.WeakValueDictionary()
-        self._entries: weakref.WeakValueDictionary[tuple[Any, ...], Entry] = weakref.WeakValueDictionary()
+        self._records: dict[int, weakref.ref[StorageRecord]] = {}
+        self._limit = 1024
 
     def record(self, tensor: Tensor) -> StorageRecord:
-        cdata = tensor.untyped_storage()._cdata
-        record = self._records.get(cdata)
+        storage = tensor.untyped_storage()
+        ref = self._records.get(storage._cdata)
+        record = ref() if ref is not None else None
         if record is None:
-            record = self._records[cdata] = StorageRecord(tensor, self._ledger)
+            if len(self._records) >= self._limit:  # doubled each time, so that a record costs the same however many
+                self._records = {cdata: ref for cdata, ref in list(self._records.items()) if ref() is not None}
+                self._limit = 2 * len(self._records) + 1024
+            record = StorageRecord(storage, self._ledger)
+            self._records[storage._cdata] = weakref.ref(record)
         return record
 
-    def entry(self, tensor: Tensor, version: int) -> Entry:
+    def entry(self, tensor: Tensor, spec: TensorSpec, version: int) -> Entry:
         """The entry for the memory that ``tensor`` covers: dense views of one stretch share it whatever their shape."""
         record = self.record(tensor)
-        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        shape, stride = spec.shape, spec.stride
         geometry = tensor.numel() if layout.is_dense(shape, stride) else (shape, stride)
-        key = (record.cdata, tensor.storage_offset(), geometry, tensor.dtype, version)
-        entry = self._entries.get(key)
+        key = (tensor.storage_offset(), geometry, spec.dtype, version)
+        ref = record.entries.get(key)
+        entry = ref() if ref is not None else None
         if entry is None:
-            entry = self._entries[key] = Entry(record, version)
+            entry = Entry(record, version)
+            record.entries[key] = weakref.ref(entry)
         return entry

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from lowtide.records import Kind, Need, Site, TensorSpec
 Settle = Callable[[Entry, list[Handle]], None]
 Leave = Callable[[Handle, identity.Left, int], None]
 
+_site = lru_cache(maxsize=1 << 14)(Site)  # the same from step to step
 _UNREACHED = Need(Kind.EXACT, "its op was not found in the graph (checkpoint boundary, or a view changed in place)")
 
 
@@ -63,11 +65,11 @@ class Capture:
 
     def _wait(self, handle: Handle, tensor: Tensor, scope: Scope) -> None:
         """Hold the tensor, without its graph, until its op is known; saves of the same tensor wait together."""
-        entry = handle.entry = self._dedup.entry(tensor, tensor._version)
+        entry = handle.entry = self._dedup.entry(tensor, handle.spec, tensor._version)
         if entry.raw is None:
             entry.raw = tensor.detach()
         entry.waiting.append(weakref.ref(handle))
-        scope.unresolved.add(handle)
+        scope.wait_for(handle)
 
     def _left_alone(self, tensor: Tensor, scope: Scope, module: nn.Module | None) -> identity.Left | None:
         """What is passed through as it is, in the order of the cheapest test first [3]."""
@@ -121,8 +123,10 @@ class Capture:
 
     def _flush(self, scope: Scope) -> None:
         """What no path in the graph led to is kept as it is."""
-        for handle in sorted(scope.unresolved, key=lambda handle: handle.number):
-            self._name(scope, handle, "unknown", "saved", _UNREACHED)
+        for _, ref in sorted(scope.unresolved.items()):
+            handle = ref()
+            if handle is not None:
+                self._name(scope, handle, "unknown", "saved", _UNREACHED)
         scope.unresolved.clear()
 
     def _resolve(self, scope: Scope, roots: list[Any], *, building: bool) -> None:
@@ -130,22 +134,24 @@ class Capture:
         for node in scope.walker.visit(roots, building=building):
             fields = graph.handles_of(node, Handle)
             for field, handle in fields.items():
-                if handle in scope.unresolved:
+                if scope.waits_for(handle):
                     op = needs.op_of(type(node).__name__)
                     self._name(scope, handle, needs.snake(op), field, needs.of(op, node, field, fields))
-                    scope.unresolved.discard(handle)
+                    scope.unresolved.pop(handle.number, None)
 
     def _name(self, scope: Scope, handle: Handle, op: str, field: str, need: Need) -> None:
         key = (handle.call_path, op, field)
-        handle.site = Site(*key, call=scope.calls[key], module=handle.module)
+        call = scope.calls.get(key, 0)
+        scope.calls[key] = call + 1
+        handle.site = _site(*key, call, handle.module)
         handle.need = need
-        scope.calls[key] += 1
         entry = handle.entry
         if entry is None:
             return
-        handles = [other for other in (ref() for ref in entry.waiting) if other is not None]
+        handles = entry.alive()
         if handles and all(other.need is not None for other in handles):
-            self._settle(entry, entry.take_waiting())
+            entry.waiting = []
+            self._settle(entry, handles)
 
 
 def _unpack(handle: Handle) -> Tensor:

@@ -52,16 +52,17 @@ def parameter_kind(tensor: Tensor) -> Left | None:
     ``parameter`` is set for what autocast makes: one cast of the parameter itself, transposed at most. Any other cast
     of a parameter is computed by the model and kept as it is.
     """
-    if isinstance(tensor, nn.Parameter):
+    if _is_parameter(tensor):
         return PARAMETER
-    if isinstance(tensor._base, nn.Parameter):
+    base = tensor._base
+    if base is not None and _is_parameter(base):
         return PARAMETER_VIEW
-    path: list[str] = []
     node: Any = tensor.grad_fn
+    path: list[str] = []
     while node is not None:
         name = type(node).__name__
         if name == "AccumulateGrad":
-            if not isinstance(node.variable, nn.Parameter):
+            if not _is_parameter(node.variable):
                 return None
             if _CAST_NODE not in path:
                 return PARAMETER_VIEW
@@ -72,6 +73,12 @@ def parameter_kind(tensor: Tensor) -> Left | None:
         path.append(name)
         node = node.next_functions[0][0]
     return None
+
+
+def _is_parameter(value: Tensor) -> bool:
+    """``isinstance``, which runs Python code for parameters, only where the type alone does not say."""
+    kind = type(value)
+    return kind is nn.Parameter or (kind is not Tensor and isinstance(value, nn.Parameter))
 
 
 def unfit(tensor: Tensor, min_size: int) -> Left | None:
@@ -86,7 +93,8 @@ def unfit(tensor: Tensor, min_size: int) -> Left | None:
         return META
     if tensor.numel() * tensor.element_size() < min_size:
         return SMALL
-    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+    strides = tensor.stride()
+    if 0 in strides and any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, strides, strict=True)):
         return EXPANDED
     return None
 

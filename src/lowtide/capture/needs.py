@@ -139,7 +139,7 @@ def _batch_norm(node: Node, fields: Fields) -> Mapping[str, Need]:
     """In evaluation with a frozen scale, backward is a fixed rescaling and never looks at the input."""
     if not getattr(node, "_saved_training", True) and not _requires_grad(node, 1):
         return {"input": _SHAPE_ONLY}
-    return {"input": Need(Kind.VALUES, "values, scaled by each channel's spread", family="norm", per=Per.CHANNEL)}
+    return {"input": _BATCH_NORM}
 
 
 def _row_norm(node: Node, fields: Fields) -> Mapping[str, Need]:
@@ -148,6 +148,7 @@ def _row_norm(node: Node, fields: Fields) -> Mapping[str, Need]:
     return {"input": Need(Kind.VALUES, why, family="norm", per=Per.ROW, row_dims=rows)}
 
 
+_BATCH_NORM = Need(Kind.VALUES, "values, scaled by each channel's spread", family="norm", per=Per.CHANNEL)
 _GROUP_NORM = Need(Kind.VALUES, "values, scaled by each group's spread", family="norm", per=Per.SAMPLE_CHANNEL)
 
 

@@ -27,12 +27,24 @@ class Scope:
 
     def __init__(self) -> None:
         self.walker = graph.Walker()
-        self.unresolved: weakref.WeakSet[Handle] = weakref.WeakSet()
+        self.unresolved: dict[int, weakref.ref[Handle]] = {}  # by number
+        self._unresolved_limit = 64
         self.calls: Counter[tuple[str, str, str]] = Counter()
         self.inputs: dict[int, StorageWeakRef] = {}
         self.buffers: set[int] | None = None
         self.packed = 0
         self.is_pushed = False
+
+    def wait_for(self, handle: Handle) -> None:
+        """Note a handle whose op is not known yet; those that died waiting are swept out now and then."""
+        if len(self.unresolved) >= self._unresolved_limit:
+            self.unresolved = {number: ref for number, ref in self.unresolved.items() if ref() is not None}
+            self._unresolved_limit = 2 * len(self.unresolved) + 64
+        self.unresolved[handle.number] = weakref.ref(handle)
+
+    def waits_for(self, handle: Handle) -> bool:
+        ref = self.unresolved.get(handle.number)
+        return ref is not None and ref() is handle  # a handle of another scope may have the same number
 
 
 class _Local(threading.local):
@@ -121,8 +133,9 @@ class Scopes:
 
     def current(self, frame: FrameType) -> tuple[Scope | None, nn.Module | None, str]:
         """The scope to record into, and the innermost module being run, for code that runs in ``frame``."""
-        self.drop_dead_frames(frame)
         local = self._local
+        if local.stack and local.stack[-1][2] is not frame:
+            self.drop_dead_frames(frame)
         module, path, _ = local.stack[-1] if local.stack else (None, "", None)
         return local.scope or local.block, module, path
 

@@ -15,8 +15,8 @@ class Controller(Protocol):
         """The bound for values saved at ``site`` during this step."""
         ...
 
-    def step(self, number: int) -> None:
-        """Step ``number`` has ended: bounds may change now."""
+    def step(self, number: int) -> bool:
+        """Step ``number`` has ended: bounds may change now. Whether any did."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...

@@ -44,8 +44,9 @@ class Fixed:
         rule: BoundRule = self.table[need.family]
         return rule
 
-    def step(self, number: int) -> None:
+    def step(self, number: int) -> bool:
         """Constants do not move."""
+        return False
 
     def state_dict(self) -> dict[str, Any]:
         return {"table": {family: str(rule) for family, rule in self.table.items()}}

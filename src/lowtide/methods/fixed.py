@@ -23,7 +23,7 @@ class Fixed:
     pointwise: Any = None
     log_probability: Any = None
     rounding: str = "dither"
-    coder: str = "blocks"
+    coder: str = "auto"
 
     def values(self) -> Codec:
         return codecs.create("sz", rounding=self.rounding, coder=self.coder)

@@ -114,6 +114,10 @@ class Decision:
     codec: Codec | None
     bound: BoundSource | None
     reason: str
+    bound_text: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bound_text", str(self.bound or ""))
 
 
 @dataclass(slots=True)
@@ -125,19 +129,26 @@ class Policy:
     rules: tuple[Rule, ...] = ()
     poison: bool = False
     _decided: dict[tuple[Site, Need, Any], Decision] = field(default_factory=dict)
+    _latest: dict[str, tuple[Site, Need, Any, Decision]] = field(default_factory=dict)
     _matched: set[int] = field(default_factory=set)
     _warned: bool = False
 
     def decide(self, site: Site, need: Need, spec: TensorSpec) -> Decision:
+        # Sites and needs are the same objects from step to step as a rule, and comparing them costs much more.
+        latest = self._latest.get(site.name)
+        if latest is not None and latest[0] is site and latest[1] is need and latest[2] is spec.dtype:
+            return latest[3]
         key = (site, need, spec.dtype)
         decision = self._decided.get(key)
         if decision is None:
             decision = self._decided[key] = self._decide(site, need, spec)
+        self._latest[site.name] = (*key, decision)
         return decision
 
     def forget(self) -> None:
         """Bounds may have changed: decide anew."""
         self._decided.clear()
+        self._latest.clear()
 
     def _decide(self, site: Site, need: Need, spec: TensorSpec) -> Decision:
         hits = [index for index, rule in enumerate(self.rules) if rule.matches(site)]

@@ -1,0 +1,125 @@
+"""The ways to run a training step that are compared: plain, checkpointed, compiled, or with Lowtide.
+
+``checkpoint`` puts ``torch.utils.checkpoint`` (``use_reentrant=False``) around every block. A block is a module with
+children that stands in an ``nn.Sequential`` or ``nn.ModuleList``, unless it is itself such a chain of blocks: then they
+count. In a ResNet these are the residual blocks, in a transformer its layers, in a U-Net the levels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lowtide.app.bench.specs import Spec, UsageError
+from lowtide.app.bench.workload import Task
+from lowtide.errors import LowtideError, UnknownNameError
+from lowtide.registry import METHODS
+from lowtide.session import Session, attach
+
+OTHERS = ("plain", "checkpoint", "compile")
+PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "bold": ("fixed", {"linear": "1.0 std", "norm": "1.0 std"}),
+    "careful": ("fixed", {"linear": "0.4 std", "norm": "0.4 std"}),
+}
+_RESERVED = ("optimizer", "check", "seed")
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to run a step. ``method`` and ``options`` are Lowtide's; without a method Lowtide is not attached."""
+
+    text: str
+    method: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str) -> Variant:
+        """``plain``, ``bold``, ``bold:blocks`` (its coder), ``fixed(linear=0.4 std, coder=rans)``, ``exact``, ..."""
+        spec = Spec.parse(text)
+        if spec.name in OTHERS:
+            if spec.short or spec.options:
+                raise UsageError(f"{spec.name!r} has no options, got {text!r}")
+            return cls(spec.text)
+        if spec.name not in PRESETS and spec.name not in METHODS.names():
+            raise UnknownNameError("method", spec.name, [*OTHERS, *PRESETS, *METHODS.names()])
+        method, preset = PRESETS.get(spec.name, (spec.name, {}))
+        options = {**preset, **spec.options, **({"coder": spec.short} if spec.short else {})}
+        for name in _RESERVED:
+            if name in options:
+                raise UsageError(f"{text!r}: {name} is set by the benchmark itself")
+        try:
+            Session(None, method, **options)
+        except UnknownNameError as error:
+            known = [name for name in [*error.known, *_session_options()] if name not in _RESERVED]
+            raise (UnknownNameError(error.kind, error.name, known) if "option" in error.kind else error) from None
+        except (LowtideError, ValueError, TypeError, OSError) as error:
+            raise UsageError(f"{text!r}: {error}") from None
+        return cls(spec.text, method, options)
+
+    @property
+    def is_exact(self) -> bool:
+        return self.method == "exact"
+
+    def prepare(self, task: Task) -> None:
+        """Change a new task's model, where this is not Lowtide's or plain training."""
+        if self.text == "checkpoint":
+            checkpoint_blocks(task.model)
+        elif self.text == "compile":
+            task.call = torch.compile(task.model)
+
+    @contextlib.contextmanager
+    def attached(self, task: Task, *, seed: int, check: bool = False) -> Iterator[Session | None]:
+        """Lowtide on the task's model for a while, if this variant is one of Lowtide's."""
+        if not self.method:
+            yield None
+            return
+        session = attach(
+            task.model, self.method, optimizer=task.optimizer, seed=seed, check=check, **dict(self.options)
+        )
+        try:
+            yield session
+        finally:
+            session.detach()
+
+
+def checkpoint_blocks(model: nn.Module) -> int:
+    """Checkpoint every block of a model; how many there are. A model without any is refused."""
+    blocks = list(find_blocks(model))
+    if not blocks:
+        raise UsageError("checkpoint: this model has no blocks in an nn.Sequential or nn.ModuleList")
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    return len(blocks)
+
+
+def find_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if _is_chain(module) and _has_children(child) and not _has_blocks(child):
+            yield child
+        else:
+            yield from find_blocks(child)
+
+
+def _has_blocks(module: nn.Module) -> bool:
+    return _is_chain(module) and any(_has_children(child) for child in module.children())
+
+
+def _is_chain(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential | nn.ModuleList)
+
+
+def _has_children(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None
+
+
+def _session_options() -> list[str]:
+    parameters = inspect.signature(Session).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]

@@ -1,0 +1,148 @@
+"""What earlier steps have taught about each site: its bound, how its values are coded, how much room they need.
+
+A bound that is a multiple of a statistic, and the model of an entropy coder, change slowly in training. They are
+measured at the first save of a site, again at its saves number 1, 4 and 16, then at every ``refresh``-th, the sites
+taking turns (docs/dataflow.md, rule 14). Between, a save costs one pass over the tensor and no statistics. Bounds per
+row, or per channel of a sample, belong to the rows at hand and are measured at every save.
+
+Nothing here waits for a GPU, except at the first save of a site: the codes of a sample travel to the host while the
+step goes on, a thread fits a model to them, and the site's saves use it when it is there. That changes sizes, never
+values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.bounds import BoundSource
+from lowtide.codecs import Codec
+from lowtide.errors import StateError
+from lowtide.records import Bound, Need, Site
+
+
+class Survey:
+    """Codes of a sample on their way to the host, then a plan that is being fitted to them in the background."""
+
+    __slots__ = ("_arrived", "_codes", "_fitting")
+
+    def __init__(self, codes: Tensor) -> None:
+        self._codes, self._arrived = codes, None
+        self._fitting: Future[Any] | None = None
+        if codes.is_cuda:
+            self._codes = torch.empty(codes.shape, dtype=codes.dtype, pin_memory=True)
+            self._codes.copy_(codes, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(codes.device))
+
+    def model(self, codec: Any, memo: Memo, count: int) -> Any:
+        """The plan's model once it is there, None before; never waits."""
+        if self._fitting is None and (self._arrived is None or self._arrived.query()):
+            self._fitting = _worker().submit(codec.fit, memo.plan.grid, self._codes, count, memo.zero_code, memo.plan)
+        return self._fitting.result() if self._fitting is not None and self._fitting.done() else None
+
+
+@cache
+def _worker() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="lowtide")
+
+
+@dataclass(slots=True)
+class Memo:
+    """What is known about the tensors of one site."""
+
+    source: BoundSource | None
+    bound: Bound
+    saves: int = 0
+    plan: Any = None
+    survey: Survey | None = None
+    zero_code: bool | None = None
+    rate: float = 0.0  # words a value of the last payload
+
+
+class Sites:
+    """The memos of a session."""
+
+    def __init__(self, refresh: int) -> None:
+        self.refresh = refresh
+        self._memos: dict[tuple[str, str, str, tuple[int, ...]], Memo] = {}
+        self._not_two_valued: set[str] = set()
+
+    def recall(self, x: Tensor, codec: Codec, source: BoundSource, site: Site, need: Need) -> Memo:
+        """The site's memo with a bound, and with a plan if its codec makes plans."""
+        axes = need.axes(x.dim())
+        sizes = tuple([x.shape[axis] for axis in axes if axis]) if axes else ()
+        key = (site.name, str(x.dtype), need.per.value, sizes)
+        memo = self._memos.get(key)
+        if memo is None or (memo.source is not source and memo.source is not None and memo.source != source):
+            memo = self._memos[key] = Memo(source, source.resolve(x, need))
+            due = moved = False
+        else:
+            memo.source = source
+            due = self._is_due(site, memo.saves)
+            moved = due or 0 in axes
+            if moved:
+                memo.bound = source.resolve(x, need)
+            elif memo.bound.value.device != x.device:  # from a checkpoint
+                memo.bound = Bound(memo.bound.value.to(x.device), memo.bound.axes)
+        memo.saves += 1
+        if hasattr(codec, "plan"):
+            self._plan(memo, codec, x, due=due, moved=moved)
+        return memo
+
+    def _plan(self, memo: Memo, codec: Any, x: Tensor, *, due: bool, moved: bool) -> None:
+        if memo.plan is None or (codec.keep_zeros and not memo.plan.zero_code):
+            memo.plan = codec.plan(x, memo.bound, memo.zero_code)
+            memo.zero_code = memo.plan.zero_code  # from now on: what values depend on changes with the bound alone
+            return
+        if moved:
+            memo.plan = dataclasses.replace(memo.plan, grid=codec.grid(x, memo.bound))
+        if memo.survey is not None:
+            fitted = memo.survey.model(codec, memo, x.numel())
+            if fitted is not None:
+                memo.plan = dataclasses.replace(memo.plan, model=fitted.model)
+                memo.survey = None
+        elif due:
+            memo.survey = Survey(codec.survey(x, memo.plan.grid))
+
+    def may_be_mask(self, site: Site) -> bool:
+        return site.name not in self._not_two_valued
+
+    def is_no_mask(self, site: Site) -> None:
+        """A site that once held other values is not looked at again."""
+        self._not_two_valued.add(site.name)
+
+    def _is_due(self, site: Site, saves: int) -> bool:
+        if saves < self.refresh:
+            return saves in (1, 4, 16)
+        return (saves + site.digest) % self.refresh == 0
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Bounds, and which sites have a code for zero: what values depend on."""
+        return [
+            {
+                "site": [*key[:3], list(key[3])],
+                "bound": memo.bound.value.cpu(),
+                "axes": list(memo.bound.axes),
+                "saves": memo.saves,
+                "zero_code": memo.zero_code,
+            }
+            for key, memo in self._memos.items()
+        ]
+
+    def load_state_dict(self, state: list[dict[str, Any]]) -> None:
+        self._memos.clear()
+        for item in state:
+            if set(item) != {"site", "bound", "axes", "saves", "zero_code"}:
+                raise StateError(f"what is known about a site has other parts than expected: {sorted(item)}")
+            name, dtype, per, sizes = item["site"]
+            bound = Bound(item["bound"], tuple(item["axes"]))
+            self._memos[(name, dtype, per, tuple(sizes))] = Memo(
+                None, bound, int(item["saves"]), zero_code=item["zero_code"]
+            )

@@ -1,0 +1,277 @@
+"""What sessions learn about sites, and payloads whose size is known late (docs/dataflow.md, rules 14 and 15)."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from lowtide import kernels, pipeline
+from lowtide.bounds import BoundRule
+from lowtide.codecs.sz import Sz
+from lowtide.errors import AttachError, StateError
+from lowtide.records import Bound, Encoded, Kind, Need, Per, Site
+from lowtide.sites import Sites
+
+CHANNEL = Need(Kind.VALUES, "", family="norm", per=Per.CHANNEL)
+ROW = Need(Kind.VALUES, "", family="norm", per=Per.ROW)
+SITE = Site("layer", "batch_norm", "input")
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    conv = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    return nn.Sequential(*conv, nn.Flatten(), nn.Linear(1152, 4))
+
+
+def measured(sites: Sites, saves: int, need: Need, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Which of ``saves`` saves measured their tensor."""
+    found = []
+    resolve = BoundRule.resolve
+    monkeypatch.setattr(BoundRule, "resolve", lambda rule, x, need: found.append(save) or resolve(rule, x, need))
+    rule = BoundRule.parse("0.5 std")
+    for save in range(saves):
+        memo = sites.recall(torch.randn(4, 6, 50) * (save + 1), Sz(), rule, SITE, need)
+        assert memo.plan.grid.step.numel() == memo.bound.value.numel()
+    return found
+
+
+def test_a_site_is_measured_early_and_then_in_turn(monkeypatch):
+    found = measured(Sites(refresh=20), 80, CHANNEL, monkeypatch)
+    assert found[:4] == [0, 1, 4, 16]
+    late = found[4:]
+    assert len(late) == 3 and all(b - a == 20 for a, b in itertools.pairwise(late))
+
+
+def test_every_save_is_measured_if_so_wanted_and_where_rows_have_bounds(monkeypatch):
+    assert measured(Sites(refresh=1), 5, CHANNEL, monkeypatch) == [0, 1, 2, 3, 4]
+    assert measured(Sites(refresh=64), 5, ROW, monkeypatch) == [0, 1, 2, 3, 4]
+
+
+def test_sites_do_not_all_measure_at_once():
+    sites = Sites(refresh=64)
+    places = [Site(f"layer{number}", "conv", "input") for number in range(100)]
+    due = [sum(sites._is_due(place, save) for place in places) for save in range(64, 128)]
+    assert sum(due) == len(places) and max(due) < 10
+
+
+def test_a_bound_follows_the_rule_and_stays_between_measurements():
+    sites, rule = Sites(refresh=64), BoundRule.parse("1.0 std")
+    first = sites.recall(torch.randn(64, 6, 50), Sz(), rule, SITE, CHANNEL).bound.value.clone()
+    for _ in range(4):
+        sites.recall(torch.randn(64, 6, 50), Sz(), rule, SITE, CHANNEL)
+    kept = sites.recall(torch.randn(64, 6, 50) * 100, Sz(), rule, SITE, CHANNEL).bound.value
+    torch.testing.assert_close(kept, first, rtol=0.1, atol=0)
+    other = sites.recall(torch.randn(64, 6, 50), Sz(), BoundRule.parse("2.0 std"), SITE, CHANNEL).bound.value
+    torch.testing.assert_close(other, 2 * first, rtol=0.1, atol=0)
+
+
+def test_whether_zero_has_a_code_is_decided_once():
+    sites, rule = Sites(refresh=1), BoundRule.parse("1.0 std")
+    assert sites.recall(torch.randn(4, 6, 50).relu(), Sz(), rule, SITE, CHANNEL).plan.zero_code
+    for _ in range(5):
+        assert sites.recall(torch.randn(4, 6, 50), Sz(), rule, SITE, CHANNEL).plan.zero_code
+
+
+def test_a_model_is_fitted_behind_the_step():
+    sites, rule, codec = Sites(refresh=1), BoundRule.parse("0.4 std"), Sz(coder="rans")
+    first = sites.recall(torch.randn(8, 6, 500), codec, rule, SITE, CHANNEL).plan.model
+    for _ in range(200):
+        memo = sites.recall(torch.randn(8, 6, 500), codec, rule, SITE, CHANNEL)
+        if memo.plan.model is not first:
+            return
+    raise AssertionError("no later model was adopted")
+
+
+@pytest.mark.parametrize("refresh", [0, -1, 2.5, "64"])
+def test_refresh_is_a_number_of_saves(refresh: Any):
+    with pytest.raises(AttachError, match="refresh"):
+        lowtide.attach(net(), refresh=refresh)
+
+
+@pytest.mark.parametrize("stop", [1, 3, 5])
+def test_a_resumed_run_continues_with_the_same_bounds(stop: int):
+    """Killed after ``stop`` of seven steps and resumed by other objects: losses and weights are bit-equal."""
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randn(16, 3, 16, 16, generator=generator) * (1 + step) for step in range(7)]
+
+    def run(model, optimizer, session, steps):
+        losses = []
+        for step in steps:
+            loss = model(batches[step]).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    def start():
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+        return model, optimizer, lowtide.attach(model, optimizer=optimizer, linear="1.0 std", norm="1.0 std", refresh=4)
+
+    whole = start()
+    expected = run(*whole, range(7))
+    first = start()
+    losses = run(*first, range(stop))
+    saved = copy.deepcopy([part.state_dict() for part in first])
+    second = start()
+    for part, state in zip(second, saved, strict=True):
+        part.load_state_dict(state)
+    assert losses + run(*second, range(stop, 7)) == expected
+    for mine, theirs in zip(second[0].parameters(), whole[0].parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_strange_state_is_refused():
+    session = lowtide.attach(net())
+    state = session.state_dict()
+    state["sites"] = [{"site": ["a", "b", "c", []], "bound": torch.ones(1)}]
+    with pytest.raises(StateError, match="known about a site"):
+        session.load_state_dict(state)
+
+
+# ---- payloads whose size is known late -----------------------------------------------------------------------------
+
+
+@dataclass
+class Device:
+    """Reports when told to, and how much room was needed."""
+
+    needed: int = 0
+    silent: bool = False
+    waiting: list[Tensor] = field(default_factory=list)
+
+    def report(self) -> None:
+        for word in self.waiting:
+            word.fill_(self.needed)
+        self.waiting.clear()
+
+
+@dataclass(frozen=True)
+class Late:
+    """A twin of sz on the CPU that behaves as one on a GPU: what does not fit its room is garbage."""
+
+    codec: Sz
+    device: Device
+
+    name = "sz"
+    carries_values = takes_bound = ticketed = True
+    keep_zeros = property(lambda self: self.codec.keep_zeros)
+    settled: list[int] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.codec, name)
+
+    def room(self, words: float) -> int:
+        return int(words)
+
+    def encode(
+        self, x: Tensor, bound: Bound | None = None, *, seed=0, plan=None, ticket=None, capacity=None
+    ) -> Encoded:
+        encoded = self.codec.encode(x, bound, seed=seed, plan=plan)
+        if ticket is not None:
+            self.device.waiting.append(ticket)
+            if not self.device.silent:
+                self.device.report()
+            if self.device.needed > capacity:
+                encoded.tensors["words"].fill_(-1)
+        return encoded
+
+    def settle(self, encoded: Encoded, x: Tensor, status: int, plan: Any = None) -> Encoded:
+        self.settled.append(status)
+        return (
+            self.codec.encode(x, seed=encoded.meta["seed"], plan=plan) if status == self.device.needed > 0 else encoded
+        )
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Late:
+    twin = Late(Sz(), Device())
+    real = kernels.twin
+    monkeypatch.setattr(
+        kernels, "twin", lambda codec, device, dtype: twin if codec.name == "sz" else real(codec, device, dtype)
+    )
+    return twin
+
+
+def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    model(x).square().mean().backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def test_a_payload_that_did_not_fit_is_made_again(late: Late):
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), torch.randn(64, 64)
+    model[1].register_full_backward_hook(lambda *_: None)
+    with_room = lowtide.attach(model, seed=3)
+    gradients(model, x)
+    expected = gradients(model, x)
+    with_room.detach()
+    late.settled.clear()
+    late.device.needed = 1 << 40
+    short = lowtide.attach(model, seed=3)
+    gradients(model, x)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(model, x), expected, strict=True))
+    assert late.settled.count(1 << 40) >= 2
+    short.detach()
+
+
+def test_backward_waits_for_the_report_of_what_it_decodes(late: Late, monkeypatch: pytest.MonkeyPatch):
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), torch.randn(64, 64)
+    session = lowtide.attach(model)
+    gradients(model, x)
+    late.device.silent = True
+    waited = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        late.device.report()
+
+    monkeypatch.setattr("lowtide.kernels._tickets.time.sleep", sleep)
+    loss = model(x).square().mean()
+    assert late.device.waiting and not waited
+    loss.backward()
+    assert waited and not late.device.waiting
+    session.detach()
+
+
+def test_only_so_much_is_kept_for_reports(late: Late, monkeypatch: pytest.MonkeyPatch):
+    """The host may run ahead of the device by a number of bytes, not by a whole forward."""
+    model, x = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8))), torch.randn(64, 64)
+    session = lowtide.attach(model)
+    gradients(model, x)
+    late.device.silent = True
+    monkeypatch.setattr(pipeline, "_MOST_PENDING", 3 * x.nbytes)
+    monkeypatch.setattr("lowtide.kernels._tickets.time.sleep", lambda seconds: late.device.report())
+    most = []
+    await_ = pipeline.Pipeline._await
+    monkeypatch.setattr(
+        pipeline.Pipeline, "_await", lambda self, pending: (await_(self, pending), most.append(self._pending_nbytes))
+    )
+    gradients(model, x)
+    assert len(most) > 8 and max(most) <= 3 * x.nbytes
+    session.detach()
+
+
+def test_a_graph_that_is_dropped_leaves_nothing_to_wait_for(late: Late):
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), torch.randn(64, 64)
+    session = lowtide.attach(model)
+    gradients(model, x)
+    late.device.silent = True
+    loss = model(x).square().mean()
+    del loss
+    gc.collect()
+    late.device.report()
+    late.device.silent = False
+    late.settled.clear()
+    gradients(model, x)
+    assert session.ledger.held == 0
+    session.detach()
