@@ -129,7 +129,8 @@ def _count(code: str, single: str, double: str) -> int:
 def assert_lean(compiled: Any, what: str) -> None:
     used = usage(compiled)
     assert used["STACK"] == used["LOCAL"] == 0, f"{what}: {used}: registers are spilled"
-    assert compiled.metadata.shared == 0, f"{what}: {compiled.metadata.shared} bytes of shared memory"
+    # Some compilers add up over lanes by shuffles, others through a little shared memory.
+    assert compiled.metadata.shared <= 2048, f"{what}: {compiled.metadata.shared} bytes of shared memory"
 
 
 def _variants(combinations: list[Any]) -> Iterator[Any]:

@@ -143,6 +143,7 @@ class Sz:
             "kind": "blocks" if plan.model is None else "rans",
             "zero_code": plan.zero_code,
             "axes": plan.grid.axes,
+            "centred": plan.grid.centre is not None,
             "rounding": self.rounding,
             "seed": seed,
         }
@@ -202,7 +203,7 @@ def stored_grid(encoded: Encoded) -> Grid:
     for axis in axes:
         count *= encoded.spec.shape[axis]
     step = encoded.tensor("step", dtype=torch.bfloat16, numel=count)
-    centre = encoded.tensor("centre", dtype=torch.bfloat16, numel=count) if "centre" in encoded.tensors else None
+    centre = encoded.tensor("centre", dtype=torch.bfloat16, numel=count) if encoded.meta["centred"] else None
     return Grid(axes, encoded.meta["rounding"], step, centre)
 
 

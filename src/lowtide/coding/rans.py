@@ -38,6 +38,7 @@ _LARGEST = {4: 4, 3: 6, 2: 16, 1: 256}
 _LOW = 1 << 15
 ZERO_CODE = 4096
 _ESCAPE_BITS = 32
+_STATE_BITS = 24  # a lane: of the 32 that are stored, about 8 carry symbols
 _FEWEST_ROWS, _MANY_CHUNKS = 32, 1024
 _MANY_ESCAPES = {4: 2e-4, 3: 2e-4, 2: 4e-3}  # of all values: a lane that meets one keeps its warp waiting
 
@@ -131,7 +132,7 @@ def _fit(q: Tensor, zero: Tensor | None, values: int, count: int) -> Model:
     outside = float((digits < 0).double().mean())
     if outside > _MANY_ESCAPES.get(values, 1.0):
         outside = 1.0
-    bits = float((share * length).sum()) / values + outside * _ESCAPE_BITS + LANES * 16 / alphabet.chunk
+    bits = float((share * length).sum()) / values + outside * _ESCAPE_BITS + LANES * _STATE_BITS / alphabet.chunk
     return Model(alphabet, freqs.to(torch.int16), bits)
 
 

@@ -184,7 +184,8 @@ class SzCuda:
         else:
             heads = encoded.tensor("heads", dtype=torch.int32, numel=job.heads)
             freqs_at = encoded.tensor("freqs", dtype=torch.int16, numel=job.symbols).data_ptr()
-        words, centre = encoded.tensor("words", dtype=torch.int32), tensors.get("centre")
+        words = encoded.tensor("words", dtype=torch.int32)
+        centre = encoded.tensor("centre", dtype=torch.bfloat16) if meta["centred"] else None
         arguments = _ARGS.pack(
             flat.data_ptr(), 0, 0, tensors["step"].data_ptr(), centre.data_ptr() if centre is not None else 0,
             freqs_at, words.data_ptr(), heads.data_ptr(), headers_at, 0, 0, 0, job.numel, words.numel(),
@@ -308,13 +309,13 @@ _ENTRIES: dict[Any, _Where | None] = {}
 
 
 def _entry(spec: TensorSpec, axes: tuple[int, ...]) -> _Where | None:
-    """None where the kernels do not reach: more than two terms, or sizes beyond 32 bits."""
+    """None where the kernels do not reach: more than two terms, or places beyond 31 bits of words."""
     return _remember(_ENTRIES, (spec.shape, spec.stride, axes), lambda: _find_entry(spec, axes))
 
 
 def _find_entry(spec: TensorSpec, axes: tuple[int, ...]) -> _Where | None:
     terms = layout.index_terms(spec, axes)
-    if len(terms) > 2 or spec.numel >= 1 << 32:
+    if len(terms) > 2 or spec.nbytes >= 1 << 33 or spec.numel >= 1 << 32:
         return None
     none = (1, 1, 0)
     if not terms:
