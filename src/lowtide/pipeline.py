@@ -26,7 +26,7 @@ from lowtide.sites import Memo, Sites
 from lowtide.stores import Held, Store
 from lowtide.witness import Witness
 
-_MOST_PENDING = 1 << 29  # bytes of tensors kept while their encoders have not reported
+_MOST_PENDING = 1 << 28  # bytes of tensors kept while their encoders have not reported
 
 
 class Payload:
@@ -70,7 +70,9 @@ class Pending:
     def __init__(
         self, payload: Payload, encoded: Encoded, raw: Tensor, memo: Memo | None, ticket: Ticket, store: Store
     ) -> None:
-        self._payload, self._encoded, self._raw = weakref.ref(payload), encoded, raw
+        self._payload = weakref.ref(payload)
+        self._encoded: Encoded | None = encoded
+        self._raw: Tensor | None = raw
         self._memo, self._ticket, self._store = memo, ticket, store
         self._plan = memo.plan if memo is not None else None
         self.nbytes = raw.nbytes
@@ -78,19 +80,23 @@ class Pending:
 
     @property
     def is_known(self) -> bool:
-        return self._ticket.status != -1
+        return self._raw is None or self._ticket.status != -1
 
     def settle(self) -> None:
-        """Take note of what the device said; waits for it if it has not said so yet."""
+        """Take note of what the device said and let the tensor go; waits for it if it has not said so yet."""
+        raw, encoded = self._raw, self._encoded
+        if raw is None or encoded is None:
+            return
         status = self._ticket.wait()
+        self._raw = self._encoded = None
         if self._memo is not None:
-            self._memo.rate = status / max(self._raw.numel(), 1)
+            self._memo.rate = status / max(raw.numel(), 1)
         payload = self._payload()
-        if payload is None or payload.pending is not self:
+        if payload is None:
             return
         payload.pending = None
-        settled = payload.codec.settle(self._encoded, self._raw, status, self._plan)  # type: ignore[attr-defined]
-        if settled is not self._encoded:
+        settled = payload.codec.settle(encoded, raw, status, self._plan)  # type: ignore[attr-defined]
+        if settled is not encoded:
             payload.hold(self._store.put(settled))
 
 
@@ -268,13 +274,22 @@ class Pipeline:
         return payload, held.nbytes
 
     def _await(self, pending: Pending) -> None:
-        """Let go of the tensors whose encoders have reported; wait for the oldest if too much is kept [15]."""
+        """Keep the tensor until its encoder has reported; wait for the oldest if too much is kept [15]."""
         self._pending.append(pending)
         self._pending_nbytes += pending.nbytes
-        while len(self._pending) > 1 and (self._pending[0].is_known or self._pending_nbytes > _MOST_PENDING):
-            oldest = self._pending.popleft()
-            self._pending_nbytes -= oldest.nbytes
-            oldest.settle()
+        self.let_go()
+        while len(self._pending) > 1 and self._pending_nbytes > _MOST_PENDING:
+            self._settle_oldest()
+
+    def let_go(self) -> None:
+        """Let go of the tensors whose encoders have reported; does not wait."""
+        while self._pending and self._pending[0].is_known:
+            self._settle_oldest()
+
+    def _settle_oldest(self) -> None:
+        oldest = self._pending.popleft()
+        self._pending_nbytes -= oldest.nbytes
+        oldest.settle()
 
     def _next_seed(self, site: Site) -> int:
         """A stream of dither for each site, step and repeat, from the session's seed alone."""

@@ -91,6 +91,7 @@ class Session:
 
     def report(self) -> Report:
         """What is held instead of what, site by site, and what was left alone and why."""
+        self._pipeline.let_go()
         return Report.of(self.ledger, self.method)
 
     def state_dict(self) -> dict[str, Any]:
@@ -119,6 +120,7 @@ class Session:
         self.ledger.step = int(state["step"])
 
     def _after_forward(self, scope: Scope) -> None:
+        self._pipeline.let_go()
         self._pipeline.policy.warn_unmatched(path or ROOT for path, _, _ in scope.calls)
         idle = scope.packed and not self._pipeline.coded and self._pipeline.policy.values is not None
         if idle and not self._warned_idle:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -274,4 +275,19 @@ def test_a_graph_that_is_dropped_leaves_nothing_to_wait_for(late: Late):
     late.settled.clear()
     gradients(model, x)
     assert session.ledger.held == 0
+    session.detach()
+
+
+def test_a_report_lets_the_tensor_go(late: Late):
+    """Whoever asks first: the next save, backward, or the end of forward."""
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), torch.randn(64, 64)
+    session = lowtide.attach(model)
+    gradients(model, x)
+    late.device.silent = True
+    loss = model(x).square().mean()
+    kept = [weakref.ref(pending._raw) for pending in session._pipeline._pending]
+    assert kept and all(ref() is not None for ref in kept)
+    late.device.report()
+    loss.backward()
+    assert all(ref() is None for ref in kept)
     session.detach()
