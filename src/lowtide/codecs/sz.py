@@ -163,8 +163,7 @@ class Sz:
         grid, reader = stored_grid(encoded), _reader(encoded)
         for start, stop in reader.slabs:
             q, zero = reader.read(start, stop)
-            index = torch.arange(start, stop, device=spec.device)
-            value = grid.value(q, index, spec, encoded.meta["seed"])
+            value = grid.value(q, range(start, stop), spec, encoded.meta["seed"])
             flat[start:stop] = value if zero is None else value.masked_fill_(zero, 0)
         reader.write_exact(flat)
         return layout.restore(flat, spec)
@@ -224,7 +223,7 @@ def _codes(
     part: Tensor, spec: TensorSpec, plan: Plan, seed: int, start: int, stop: int
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Codes, where they stand for zero (None without such a code), and what no code carries."""
-    q, lost = plan.grid.quantise(part, torch.arange(start, stop, device=part.device), spec, seed)
+    q, lost = plan.grid.quantise(part, range(start, stop), spec, seed)
     if not plan.zero_code:
         return q, None, lost
     zero = part == 0

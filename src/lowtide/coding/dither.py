@@ -34,21 +34,30 @@ def keys(seed: int) -> tuple[int, int]:
 
 def bytes_at(seed: int, index: Tensor) -> Tensor:
     """The dither byte (int32, 0 .. 255) of each element of stream ``seed``."""
+    return (_hash(seed, (index >> 2).to(torch.int32)) >> ((index & 3) << 3).to(torch.int32)) & 0xFF
+
+
+def bytes_between(seed: int, start: int, stop: int, device: torch.device) -> Tensor:
+    """The same for elements [start, stop), a hash for four of them."""
+    words = _hash(seed, torch.arange(start // 4, -(-stop // 4), device=device).to(torch.int32))
+    shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=device)
+    return ((words.unsqueeze(1) >> shifts) & 0xFF).flatten()[start % 4 : start % 4 + stop - start]
+
+
+def _hash(seed: int, word: Tensor) -> Tensor:
     low, high = keys(seed)
-    word = (index >> 2).to(torch.int32)
     word = word + low
     word = word ^ _shift_right(word, 16)
     word = word * _signed32(0x7FEB352D)
     word = word ^ high
     word = word ^ _shift_right(word, 15)
     word = word * _signed32(0x846CA68B)
-    word = word ^ _shift_right(word, 16)
-    return (word >> ((index & 3) << 3).to(torch.int32)) & 0xFF
+    return word ^ _shift_right(word, 16)
 
 
 def offsets(seed: int, start: int, stop: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The same as offsets in (-1/2, 1/2), for elements [start, stop)."""
-    byte = bytes_at(seed, torch.arange(start, stop, device=device))
+    byte = bytes_between(seed, start, stop, device)
     return (byte.to(dtype) - 127.5) * (1.0 / 256.0)
 
 

@@ -64,37 +64,42 @@ class Grid:
         centre = None if mean is None else _centre(mean.flatten(), step, dtype)
         return cls(bound.axes, rounding, step.to(torch.bfloat16), centre, 256.0 / step, _down32(value))
 
-    def quantise(self, x: Tensor, index: Tensor, spec: TensorSpec, seed: int) -> tuple[Tensor, Tensor]:
+    def quantise(self, x: Tensor, index: Tensor | range, spec: TensorSpec, seed: int) -> tuple[Tensor, Tensor]:
         """Codes (int32) and which elements must be stored exactly, for the elements at ``index`` in memory order.
 
         Codes are counted from the centre.
         """
         entries = self.entries(index, spec)
-        shift = self._bytes(index, seed)
+        shift = self._bytes(index, spec, seed)
         assert self.inverse is not None and self.promised is not None, "a decoder's grid does not encode"
         units = torch.round(x.double() * _pick(self.inverse.double(), entries))
         in_range = units.abs() < 2.0**22  # false for NaN; inf * 0 and x * inf are not in range either
         units = torch.where(in_range, units, 0).to(torch.int32)
         q = (units + shift) >> 8
-        promised = _pick(self.promised, entries).double()
-        error = (self._value(q, shift, entries, spec.dtype).double() - x.double()).abs()
-        kept = in_range & (q.abs() <= MAX_CODE) & (error <= promised)
+        kept = in_range & (q.abs() <= MAX_CODE)
+        if reach(spec.dtype) < MAX_CODE:
+            promised = _pick(self.promised, entries).double()
+            kept &= (self._value(q, shift, entries, spec.dtype).double() - x.double()).abs() <= promised
         if self.centre is not None:
             q = q - _pick(self.centre, entries).int()
             kept &= q.abs() <= MAX_CODE
         return torch.where(kept, q, 0), ~kept
 
-    def value(self, q: Tensor, index: Tensor, spec: TensorSpec, seed: int) -> Tensor:
+    def value(self, q: Tensor, index: Tensor | range, spec: TensorSpec, seed: int) -> Tensor:
         """x' of codes counted from the centre."""
         entries = self.entries(index, spec)
         if self.centre is not None:
             q = q + _pick(self.centre, entries).int()
-        return self._value(q, self._bytes(index, seed), entries, spec.dtype)
+        return self._value(q, self._bytes(index, spec, seed), entries, spec.dtype)
 
-    def entries(self, index: Tensor, spec: TensorSpec) -> Tensor | None:
+    def entries(self, index: Tensor | range, spec: TensorSpec) -> Tensor | None:
         """Where elements find their step; None when one step serves all."""
         terms = layout.index_terms(spec, self.axes)
-        return layout.entries_at(terms, index) if terms else None
+        if not terms:
+            return None
+        if isinstance(index, range):
+            index = torch.arange(index.start, index.stop, device=spec.device)
+        return layout.entries_at(terms, index)
 
     def _value(self, q: Tensor, shift: Tensor | int, entries: Tensor | None, dtype: torch.dtype) -> Tensor:
         work = torch.float64 if dtype == torch.float64 else torch.float32
@@ -102,8 +107,12 @@ class Grid:
         units += 127.5 if self.rounding == "dither" else 128.0
         return (units * (_pick(self.step, entries).to(work) / 256)).to(dtype)
 
-    def _bytes(self, index: Tensor, seed: int) -> Tensor | int:
-        return dither.bytes_at(seed, index) if self.rounding == "dither" else 128
+    def _bytes(self, index: Tensor | range, spec: TensorSpec, seed: int) -> Tensor | int:
+        if self.rounding != "dither":
+            return 128
+        if isinstance(index, range):
+            return dither.bytes_between(seed, index.start, index.stop, spec.device)
+        return dither.bytes_at(seed, index)
 
 
 def reach(dtype: torch.dtype) -> int:
