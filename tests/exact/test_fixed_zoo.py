@@ -25,7 +25,8 @@ def assert_bounds_hold(name: str, *, bf16: bool, channels_last: bool = False) ->
     assert gradients.keys() == {key for key in plain if "gradient" in key}
     assert all(value.isfinite().all() for value in gradients.values())
     lossy = any(not torch.equal(value, plain[key]) for key, value in gradients.items())
-    assert lossy or name == "lstm", "nothing lossy was at work"  # the few values of an LSTM's head are cheaper raw
+    # The few 16-bit values of an LSTM's head are cheaper raw.
+    assert lossy or (name == "lstm" and bf16), "nothing lossy was at work"
     assert torch.equal(trace["global RNG"], plain["global RNG"])
     assert (session.ledger.raw, session.ledger.held) == (0, 0), "backward left something held"
     assert session.ledger.step == STEPS

@@ -19,10 +19,11 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from lowtide.codecs.sz import Plan, Sz, require_zeros
+from lowtide.codecs.sz import Plan, Sz
 from lowtide.coding import blocks, dither, exact, layout, rans
 from lowtide.coding.grid import Grid
 from lowtide.kernels import _nvrtc, _tickets
+from lowtide.kernels._sz_twin import SzTwin
 from lowtide.records import Bound, Encoded, TensorSpec
 
 PROGRAM = _nvrtc.Program("sz", resources.files("lowtide.kernels").joinpath("sz.cu").read_text())
@@ -39,48 +40,23 @@ _SMALL = 1 << 15  # values; below, the heads of rans outweigh its gain
 
 
 @dataclass(frozen=True, slots=True)
-class SzCuda:
+class SzCuda(SzTwin):
     """The twin of one ``Sz``."""
 
-    codec: Sz
-
-    carries_values: ClassVar[bool] = True
-    takes_bound: ClassVar[bool] = True
     ticketed: ClassVar[bool] = True
 
     @classmethod
     def of(cls, codec: Sz) -> SzCuda:
         return cls(replace(codec, coder="rans") if codec.coder == "auto" else codec)
 
-    @property
-    def name(self) -> str:
-        return self.codec.name
-
-    @property
-    def keep_zeros(self) -> bool:
-        return self.codec.keep_zeros
-
     def accepts(self, dtype: torch.dtype) -> bool:
         return dtype in _TYPES
-
-    def grid(self, x: Tensor, bound: Bound | None) -> Grid:
-        return self.codec.grid(x, bound)
-
-    def survey(self, x: Tensor, grid: Grid) -> Tensor:
-        return self.codec.survey(x, grid)
 
     def fit(
         self, grid: Grid, sample: Tensor, count: int, zero_code: bool | None = None, before: Plan | None = None
     ) -> Plan:
-        plan = self.codec.fit(grid, sample, count, zero_code, before)
+        plan = SzTwin.fit(self, grid, sample, count, zero_code, before)
         return replace(plan, model=None) if count < _SMALL else plan
-
-    def plan(self, x: Tensor, bound: Bound | None, zero_code: bool | None = None) -> Plan:
-        grid = self.grid(x, bound)
-        return self.fit(grid, self.survey(x, grid).cpu(), x.numel(), zero_code)
-
-    def codes(self, x: Tensor, bound: Bound | None = None, *, seed: int = 0, plan: Plan | None = None) -> Tensor:
-        return self.codec.codes(x, bound, seed=seed, plan=plan if plan is not None else self.plan(x, bound))
 
     def encode(
         self,
@@ -159,14 +135,6 @@ class SzCuda:
         function = _function(job.kernel, index, *job.template, values=job.values)
         function.launch(job.blocks, _WARPS * 32, job.shared, arguments, stream)
         return Encoded(self.codec.name, self.codec.version, spec, {**job.meta, "seed": seed}, parts)
-
-    def decode(self, encoded: Encoded) -> Tensor:
-        return self._decode(encoded, mask=False)
-
-    def nonzero(self, encoded: Encoded) -> Tensor:
-        if encoded.meta["kind"] != "empty":
-            require_zeros(encoded)
-        return self._decode(encoded, mask=True)
 
     def _decode(self, encoded: Encoded, *, mask: bool) -> Tensor:
         encoded.require(self.codec.name, self.codec.version)

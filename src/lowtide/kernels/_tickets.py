@@ -13,7 +13,10 @@ import time
 import torch
 from torch import Tensor
 
+from lowtide.errors import LowtideError
+
 _WORDS = 4096
+_PATIENCE = 1 << 16  # looks at a word, some seconds in all, before the device itself is asked
 
 
 class Ticket:
@@ -41,12 +44,13 @@ class Ticket:
 
     def wait(self) -> int:
         """What the device wrote, once it has: yields the processor while it waits."""
-        for _ in range(64):
+        for turn in range(_PATIENCE):
             if self._values[self._at] != -1:
-                break
-            time.sleep(0)
-        while self._values[self._at] == -1:
-            time.sleep(2e-5)
+                return self.status
+            time.sleep(0 if turn < 64 else 2e-5)
+        torch.cuda.synchronize()  # raises what has gone wrong on the device
+        if self._values[self._at] == -1:
+            raise LowtideError("an encoder has ended without saying how much room it needed")
         return self.status
 
 

@@ -17,11 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.codecs.sz import Plan, Sz, require_zeros, stored_grid
+from lowtide.codecs.sz import Plan, stored_grid
 from lowtide.coding import blocks, dither, exact, layout
 from lowtide.coding.grid import Grid
 from lowtide.errors import PayloadError
 from lowtide.kernels import interpreted
+from lowtide.kernels._sz_twin import SzTwin
 from lowtide.records import Bound, Encoded, TensorSpec
 
 __all__ = ["SzKernel"]
@@ -38,42 +39,13 @@ _TENSOR, _RUNS, _INNER, _ANY = range(4)
 
 
 @dataclass(frozen=True, slots=True)
-class SzKernel:
+class SzKernel(SzTwin):
     """The twin of one ``Sz``; what its kernels do not reach is left to the codec."""
 
-    codec: Sz
-
-    carries_values: ClassVar[bool] = True
-    takes_bound: ClassVar[bool] = True
     ticketed: ClassVar[bool] = False
-
-    @property
-    def name(self) -> str:
-        return self.codec.name
-
-    @property
-    def keep_zeros(self) -> bool:
-        return self.codec.keep_zeros
 
     def accepts(self, dtype: torch.dtype) -> bool:
         return dtype in _DTYPES
-
-    def grid(self, x: Tensor, bound: Bound | None) -> Grid:
-        return self.codec.grid(x, bound)
-
-    def survey(self, x: Tensor, grid: Grid) -> Tensor:
-        return self.codec.survey(x, grid)
-
-    def fit(
-        self, grid: Grid, sample: Tensor, count: int, zero_code: bool | None = None, before: Plan | None = None
-    ) -> Plan:
-        return self.codec.fit(grid, sample, count, zero_code, before)
-
-    def plan(self, x: Tensor, bound: Bound | None, zero_code: bool | None = None) -> Plan:
-        return self.codec.plan(x, bound, zero_code)
-
-    def codes(self, x: Tensor, bound: Bound | None = None, *, seed: int = 0, plan: Plan | None = None) -> Tensor:
-        return self.codec.codes(x, bound, seed=seed, plan=plan)
 
     def encode(
         self,
@@ -108,14 +80,6 @@ class SzKernel:
         offsets = offsets.to(torch.int32 if words.numel() < 1 << 31 else torch.int64)
         _compact[(chunks,)](scratch, counts, offsets, words, slot, SPAN=min(slot, 1024), num_warps=_WARPS)
         return self.codec.payload(spec, plan, seed, {"headers": headers, "offsets": offsets, "words": words})
-
-    def decode(self, encoded: Encoded) -> Tensor:
-        return self._decode(encoded, mask=False)
-
-    def nonzero(self, encoded: Encoded) -> Tensor:
-        if encoded.meta["kind"] != "empty":
-            require_zeros(encoded)
-        return self._decode(encoded, mask=True)
 
     def _decode(self, encoded: Encoded, *, mask: bool) -> Tensor:
         encoded.require(self.codec.name, self.codec.version)
