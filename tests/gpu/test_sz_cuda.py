@@ -149,7 +149,8 @@ def test_encoding_with_a_ticket_waits_for_nothing(dtype: str, coder: str) -> Non
     x = torch.randn(1 << 20, device=CUDA).relu().to(DTYPES[dtype])
     twin = SzCuda(Sz(coder=coder))
     plan = twin.plan(x, Bound.absolute(0.4))
-    expected = twin.encode(x, seed=1, plan=plan)  # compiles, too
+    expected = twin.encode(x, seed=1, plan=plan)
+    twin.decode(expected)  # both kernels are compiled now
     ticket = _tickets.take()
     room = twin.room(expected.tensors["words"].numel())
     with no_waiting():

@@ -85,7 +85,7 @@ def write_profile(task: Task, path: Path, title: str) -> None:
     """Append the ops of one step that take most time on the device."""
     on_gpu = task.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    with profile(activities=activities) as profiler:
+    with profile(activities=activities, acc_events=True) as profiler:
         task.step()
         timing.synchronize(task.device)
     order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
