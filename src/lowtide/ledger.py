@@ -53,23 +53,27 @@ class Ledger:
     def change(self, column: str, nbytes: int) -> None:
         if column == "raw":
             self.raw += nbytes
-            self.raw_peak = max(self.raw_peak, self.raw)
+            if self.raw > self.raw_peak:
+                self.raw_peak = self.raw
         else:
             self.held += nbytes
-            self.held_peak = max(self.held_peak, self.held)
+            if self.held > self.held_peak:
+                self.held_peak = self.held
 
-    def record(self, entry: SiteEntry) -> None:
+    def record(
+        self, name: str, module: str, need: str, codec: str, reason: str, bound: str, raw: int, held: int
+    ) -> None:
         """Add one save to its site; the first save of a step starts the site's count anew."""
-        known = self.sites.get(entry.name)
-        if known is not None and entry.name in self._fresh:
-            if entry.codec not in known.codec.split(", "):
-                known.codec = f"{known.codec}, {entry.codec}"
-            known.saves += entry.saves
-            known.raw_nbytes += entry.raw_nbytes
-            known.held_nbytes += entry.held_nbytes
+        if name not in self._fresh:
+            self._fresh.add(name)
+            self.sites[name] = SiteEntry(name, module, need, codec, reason, bound, 1, raw, held)
             return
-        self._fresh.add(entry.name)
-        self.sites[entry.name] = entry
+        known = self.sites[name]
+        if codec != known.codec and codec not in known.codec.split(", "):
+            known.codec = f"{known.codec}, {codec}"
+        known.saves += 1
+        known.raw_nbytes += raw
+        known.held_nbytes += held
 
     def end_step(self) -> None:
         self.step += 1

@@ -19,7 +19,7 @@ from lowtide.coding import dither, layout
 from lowtide.errors import PayloadError
 from lowtide.kernels import _tickets
 from lowtide.kernels._tickets import Ticket
-from lowtide.ledger import Lease, Ledger, SiteEntry
+from lowtide.ledger import Lease, Ledger
 from lowtide.policies.rules import Decision, Policy
 from lowtide.records import Encoded, Kind, Membership, Need, Site, TensorSpec
 from lowtide.sites import Memo, Sites
@@ -27,6 +27,7 @@ from lowtide.stores import Held, Store
 from lowtide.witness import Witness
 
 _MOST_PENDING = 1 << 28  # bytes of tensors kept while their encoders have not reported
+_MOVED_RATE = 1 / 32  # words a value to make room for where a bound has changed since the last payload: one bit
 
 
 class Payload:
@@ -100,6 +101,20 @@ class Pending:
             payload.hold(self._store.put(settled))
 
 
+@dataclasses.dataclass(slots=True)
+class Recipe:
+    """How tensors of one site and one geometry are stored: all that stays as it is from step to step."""
+
+    decision: Decision
+    spec: TensorSpec
+    with_mask: bool
+    key: int  # saves of one tensor under the same key share a payload
+    codec: Codec
+    is_dense: bool
+    is_ticketed: bool
+    memo: Memo | None = None
+
+
 class Coded:
     """A save that waits as a payload; ``mask`` if its backward asks only where the tensor is not zero."""
 
@@ -134,6 +149,8 @@ class Pipeline:
         self.step = 0
         self.coded = 0
         self._uses: dict[str, int] = {}
+        self._recipes: dict[str, Recipe] = {}
+        self._keys: dict[Any, int] = {}
         self._stream: int | None = None  # of dither, for this step
         self._pending: deque[Pending] = deque()
         self._pending_nbytes = 0
@@ -144,14 +161,19 @@ class Pipeline:
         self._stream = None
         self._uses.clear()
         if moved:
-            self.policy.forget()
+            self._forget()
 
     def resume(self, seed: int, step: int) -> None:
         """Continue at the beginning of ``step``."""
         self.seed, self.step = seed, step
         self._stream = None
         self._uses.clear()
+        self._forget()
+
+    def _forget(self) -> None:
         self.policy.forget()
+        self._recipes.clear()
+        self._keys.clear()
 
     def settle(self, entry: Entry, handles: list[Handle]) -> None:
         """Every op that saved this tensor so far is known: choose how it is held [7]."""
@@ -167,6 +189,17 @@ class Pipeline:
         entry.raw = None
 
     def _settle(self, entry: Entry, raw: Tensor, choices: list[tuple[Handle, Decision]]) -> None:
+        if len(choices) == 1:
+            handle, decision = choices[0]
+            if decision.codec is None or entry.record.is_kept:
+                self._keep(
+                    handle, entry, raw, decision.reason if decision.codec is None else "its storage is kept anyway"
+                )
+            elif handle.need is not None and handle.need.is_nonzero:
+                self._answer_mask(handle, entry, raw, decision)
+            else:
+                self._encode(handle, entry, raw, decision, with_mask=False)
+            return
         for handle, decision in choices:
             if decision.codec is None:
                 self._keep(handle, entry, raw, decision.reason)
@@ -185,7 +218,7 @@ class Pipeline:
         """A tensor that is passed through: note it and why."""
         raw = handle.entry.record.claim() if handle.entry is not None else 0
         name = f"{handle.name} ({left.reason})"
-        self.ledger.record(SiteEntry(name, handle.module, "exact", "kept", left.reason, "", 1, raw, added))
+        self.ledger.record(name, handle.module, "exact", "kept", left.reason, "", raw, added)
 
     def _decide(self, handle: Handle, raw: Tensor) -> Decision:
         assert handle.site is not None and handle.need is not None, "settled handles are named"
@@ -213,21 +246,36 @@ class Pipeline:
         self._note(handle, entry, "kept", reason, "", added)
 
     def _encode(self, handle: Handle, entry: Entry, raw: Tensor, decision: Decision, *, with_mask: bool) -> None:
-        codec, need = decision.codec, handle.need
-        assert codec is not None and need is not None
-        axes = need.axes(len(handle.spec.shape)) if decision.bound is not None else ()
-        key = (codec, decision.bound, axes and (axes, handle.spec.shape, handle.spec.stride))
-        payload = entry.payload(key)
+        assert handle.site is not None
+        recipe = self._recipes.get(handle.site.name)
+        if (
+            recipe is None
+            or recipe.decision is not decision
+            or recipe.spec is not handle.spec
+            or recipe.with_mask is not with_mask
+        ):
+            recipe = self._recipes[handle.site.name] = self._recipe(handle, decision, with_mask)
+        payload = entry.payload(recipe.key)
         added = 0
         if payload is None:
-            if with_mask and need.kind is Kind.VALUES and hasattr(codec, "nonzero"):
-                codec = _keeping_zeros(codec)  # type: ignore[arg-type]
-            payload, added = self._store(_view(raw, handle.spec), codec, decision, handle)
-            entry.share(key, payload)
+            payload, added = self._store(raw, recipe, handle)
+            entry.share(recipe.key, payload)
             if payload.keeps_zeros:
                 entry.share("nonzero", payload)
-        self._hold(handle, payload, raw, mask=False)
-        self._note(handle, entry, codec.name, decision.reason, decision.bound_text, added)
+        self._hold(handle, payload, raw, recipe.is_dense, mask=False)
+        self._note(handle, entry, recipe.codec.name, decision.reason, decision.bound_text, added)
+
+    def _recipe(self, handle: Handle, decision: Decision, with_mask: bool) -> Recipe:
+        codec, need, spec = decision.codec, handle.need, handle.spec
+        assert codec is not None and need is not None
+        axes = need.axes(len(spec.shape)) if decision.bound is not None else ()
+        like = (codec, decision.bound, axes and (axes, spec.shape, spec.stride))
+        key = self._keys.setdefault(like, len(self._keys))
+        if with_mask and need.kind is Kind.VALUES and hasattr(codec, "nonzero"):
+            codec = _keeping_zeros(codec)  # type: ignore[arg-type]
+        codec = kernels.twin(codec, spec.device, spec.dtype)
+        is_dense, is_ticketed = layout.is_dense(spec.shape, spec.stride), getattr(codec, "ticketed", False)
+        return Recipe(decision, spec, with_mask, key, codec, is_dense, is_ticketed)
 
     def _answer_mask(self, handle: Handle, entry: Entry, raw: Tensor, decision: Decision) -> None:
         """The question "is it zero?" costs nothing where the values are stored with a code for zero."""
@@ -235,34 +283,39 @@ class Pipeline:
         if payload is None:
             self._encode(handle, entry, raw, decision, with_mask=False)
             return
-        self._hold(handle, payload, raw, mask=True)
+        self._hold(handle, payload, raw, layout.is_dense(handle.spec.shape, handle.spec.stride), mask=True)
         self._note(handle, entry, f"in {payload.codec.name}", decision.reason, "", 0)
 
-    def _hold(self, handle: Handle, payload: Payload, raw: Tensor, *, mask: bool) -> None:
+    def _hold(self, handle: Handle, payload: Payload, raw: Tensor, is_dense: bool, *, mask: bool) -> None:
         """A view with gaps comes back packed, its axes in the same order; anything dense comes back as it lay."""
-        spec = handle.spec
-        if not layout.is_dense(spec.shape, spec.stride):
-            handle.spec = layout.dense_spec(_view(raw, spec))
+        if not is_dense:
+            handle.spec = layout.dense_spec(_view(raw, handle.spec))
         handle.kept = Coded(payload, mask=mask)
 
-    def _store(self, x: Tensor, codec: Codec, decision: Decision, handle: Handle) -> tuple[Payload, int]:
-        site, need = handle.site, handle.need
+    def _store(self, raw: Tensor, recipe: Recipe, handle: Handle) -> tuple[Payload, int]:
+        site, need, codec, memo = handle.site, handle.need, recipe.codec, recipe.memo
         assert site is not None and need is not None
-        if not layout.is_dense(handle.spec.shape, handle.spec.stride):
+        x = _view(raw, recipe.spec)
+        if not recipe.is_dense:
             x = x.clone()
-        codec = kernels.twin(codec, x.device, x.dtype)
-        memo = self.sites.recall(x, codec, decision.bound, site, need) if decision.bound is not None else None
-        bound = memo.bound if memo is not None else None
-        witness = Witness.of(x, codec, bound, self.check) if self.check else None
         options: dict[str, Any] = {"seed": self._next_seed(site)}
-        if memo is not None and memo.plan is not None:
-            options["plan"] = memo.plan
+        bound = None
+        rate = 0.0
+        if recipe.decision.bound is not None:
+            if memo is None:
+                memo = recipe.memo = self.sites.recall(x, recipe.decision.bound, site, need)
+            rate = memo.rate + (memo.moved and _MOVED_RATE)
+            self.sites.prepare(memo, x, codec, site, need)
+            bound = memo.bound
+            if memo.plan is not None:
+                options["plan"] = memo.plan
+        witness = Witness.of(x, codec, bound, self.check) if self.check else None
         ticket = None
-        if getattr(codec, "ticketed", False) and (memo is None or memo.rate):
+        if recipe.is_ticketed and (memo is None or memo.rate):
             ticket = _tickets.take()
             options["ticket"] = ticket.word
             if memo is not None:
-                options["capacity"] = codec.room(memo.rate * x.numel())  # type: ignore[attr-defined]
+                options["capacity"] = codec.room(rate * x.numel())  # type: ignore[attr-defined]
         encoded = codec.encode(x, bound, **options)
         held = self.store.put(encoded)
         self.coded += 1
@@ -303,7 +356,7 @@ class Pipeline:
         assert handle.site is not None and handle.need is not None
         need, site = handle.need.kind.value, handle.site
         raw = entry.record.claim()
-        self.ledger.record(SiteEntry(site.name, site.module, need, codec, reason, bound, 1, raw, held))
+        self.ledger.record(site.name, site.module, need, codec, reason, bound, raw, held)
 
 
 @cache

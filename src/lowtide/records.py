@@ -187,10 +187,14 @@ class Encoded:
     spec: TensorSpec
     meta: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    hint: Any = field(default=None, init=False, repr=False, compare=False)  # what its maker remembers; not copied
 
     @property
     def nbytes(self) -> int:
         """Bytes of the storages that this payload keeps alive, each counted once."""
+        if self.hint is not None:
+            known: int = self.hint.nbytes
+            return known
         storages = [tensor.untyped_storage() for tensor in self.tensors.values()]
         return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 

@@ -25,7 +25,7 @@ from lowtide.records import ROOT
 from lowtide.registry import STORES
 from lowtide.reports import Report
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 DEFAULT_METHOD = "fixed"
 _CHECKS = (False, True, "full")
 

@@ -57,13 +57,14 @@ def _worker() -> ThreadPoolExecutor:
 class Memo:
     """What is known about the tensors of one site."""
 
-    source: BoundSource | None
+    source: BoundSource | str  # in words where it comes from a checkpoint
     bound: Bound
     saves: int = 0
     plan: Any = None
     survey: Survey | None = None
     zero_code: bool | None = None
     rate: float = 0.0  # words a value of the last payload
+    moved: bool = False  # the source of the bound is another than at the last save
 
 
 class Sites:
@@ -74,27 +75,32 @@ class Sites:
         self._memos: dict[tuple[str, str, str, tuple[int, ...]], Memo] = {}
         self._not_two_valued: set[str] = set()
 
-    def recall(self, x: Tensor, codec: Codec, source: BoundSource, site: Site, need: Need) -> Memo:
-        """The site's memo with a bound, and with a plan if its codec makes plans."""
+    def recall(self, x: Tensor, source: BoundSource, site: Site, need: Need) -> Memo:
+        """The memo for tensors like ``x``, with a bound."""
         axes = need.axes(x.dim())
         sizes = tuple([x.shape[axis] for axis in axes if axis]) if axes else ()
         key = (site.name, str(x.dtype), need.per.value, sizes)
         memo = self._memos.get(key)
-        if memo is None or (memo.source is not source and memo.source is not None and memo.source != source):
+        if memo is None:
             memo = self._memos[key] = Memo(source, source.resolve(x, need))
-            due = moved = False
-        else:
+        elif memo.source is not source:
+            memo.moved = memo.source != (str(source) if isinstance(memo.source, str) else source)
             memo.source = source
-            due = self._is_due(site, memo.saves)
-            moved = due or 0 in axes
-            if moved:
-                memo.bound = source.resolve(x, need)
-            elif memo.bound.value.device != x.device:  # from a checkpoint
-                memo.bound = Bound(memo.bound.value.to(x.device), memo.bound.axes)
+        return memo
+
+    def prepare(self, memo: Memo, x: Tensor, codec: Codec, site: Site, need: Need) -> None:
+        """Bring the bound up to date for another save of the site, and the plan if its codec makes plans."""
+        due = self._is_due(site, memo.saves)
+        moved = due or memo.moved or 0 in memo.bound.axes
+        if moved and memo.saves:
+            assert not isinstance(memo.source, str), "a memo has its source once it was recalled"
+            memo.bound = memo.source.resolve(x, need)
+        elif memo.bound.value.device != x.device:  # from a checkpoint
+            memo.bound = Bound(memo.bound.value.to(x.device), memo.bound.axes)
         memo.saves += 1
         if hasattr(codec, "plan"):
-            self._plan(memo, codec, x, due=due, moved=moved)
-        return memo
+            self._plan(memo, codec, x, due=due or memo.moved, moved=moved)
+        memo.moved = False
 
     def _plan(self, memo: Memo, codec: Any, x: Tensor, *, due: bool, moved: bool) -> None:
         if memo.plan is None or (codec.keep_zeros and not memo.plan.zero_code):
@@ -128,6 +134,7 @@ class Sites:
         return [
             {
                 "site": [*key[:3], list(key[3])],
+                "source": str(memo.source),
                 "bound": memo.bound.value.cpu(),
                 "axes": list(memo.bound.axes),
                 "saves": memo.saves,
@@ -139,10 +146,10 @@ class Sites:
     def load_state_dict(self, state: list[dict[str, Any]]) -> None:
         self._memos.clear()
         for item in state:
-            if set(item) != {"site", "bound", "axes", "saves", "zero_code"}:
+            if set(item) != {"site", "source", "bound", "axes", "saves", "zero_code"}:
                 raise StateError(f"what is known about a site has other parts than expected: {sorted(item)}")
             name, dtype, per, sizes = item["site"]
             bound = Bound(item["bound"], tuple(item["axes"]))
             self._memos[(name, dtype, per, tuple(sizes))] = Memo(
-                None, bound, int(item["saves"]), zero_code=item["zero_code"]
+                str(item["source"]), bound, int(item["saves"]), zero_code=item["zero_code"]
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -26,16 +27,16 @@ def _handle(number: int) -> Handle:
 def test_handles_that_died_waiting_are_swept_out():
     scope = Scope()
     kept = _handle(0)
-    scope.wait_for(kept)
+    scope.wait_for(kept.number, weakref.ref(kept))
     for number in range(1, 1000):
-        scope.wait_for(_handle(number))
+        scope.wait_for(number, weakref.ref(_handle(number)))
     assert scope.waits_for(kept)
     assert len(scope.unresolved) <= 2 * 1 + 64
 
 
 def test_a_handle_of_another_scope_is_not_waited_for():
     scope, kept = Scope(), _handle(3)
-    scope.wait_for(kept)
+    scope.wait_for(kept.number, weakref.ref(kept))
     assert not scope.waits_for(_handle(3))
 
 

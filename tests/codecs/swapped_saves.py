@@ -50,7 +50,7 @@ def run(op: Callable[[Tensor], Tensor], x: Tensor, make: Callable[[Need], Codec]
         result = op(other)
     node = _node_with(result, field)
     at, saved, fields = _find(node, packed, field)
-    need = needs.of(needs.op_of(type(node).__name__), node, field, fields)
+    need = needs.of(needs.op_of(type(node).__name__), node, field, fields[field].spec.dtype, fields)
     codec = make(need)
     packed[at] = codec.decode(codec.encode(saved.clone(memory_format=torch.preserve_format)))
     (got,) = torch.autograd.grad(result, other, gradient.view_as(result))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -25,6 +26,11 @@ class Guarded:
         whole = torch.cat([torch.full((nbytes,), 0xFF, dtype=torch.uint8, device=device), guard])
         self._guards.append(whole[nbytes:])
         return whole[:nbytes].view(dtype)
+
+    def empty_strided(
+        self, shape: tuple[int, ...], stride: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        return self.empty(math.prod(shape), dtype=dtype, device=device).as_strided(shape, stride)
 
     def check(self) -> None:
         for guard in self._guards:

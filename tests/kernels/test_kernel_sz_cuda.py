@@ -26,7 +26,7 @@ from torch import Tensor
 from lowtide.codecs.sz import Plan, Sz
 from lowtide.coding import rans
 from lowtide.errors import LowtideError, PayloadError
-from lowtide.kernels import _nvrtc, _sz_cuda
+from lowtide.kernels import _nvrtc, _sz_cuda, _sz_jobs
 from lowtide.kernels._sz_cuda import SzCuda
 from lowtide.records import Bound, Encoded, TensorSpec
 
@@ -177,7 +177,7 @@ def tensors(instance: Instance) -> Iterator[tuple[Tensor, Bound]]:
 def test_the_twin_is_the_codec(instance: Instance) -> None:
     for number, (x, bound) in enumerate(tensors(instance)):
         plan = instance.plan(x, bound)
-        found = _sz_cuda._entry(TensorSpec.of(x), bound.axes)
+        found = _sz_jobs.entry_of(TensorSpec.of(x), bound.axes)
         assert found is not None and found.kind == instance.kind
         got = check(x, instance.codec, plan, seed=number, masked=instance.zeros and instance.dtype != F16)
         error = (SzCuda(instance.codec).decode(got).double() - x.double()).abs()
@@ -283,7 +283,7 @@ def test_more_escapes_than_a_warp_can_stage_make_a_raw_chunk(dtype: torch.dtype)
     """As many codes and values as are staged fit; one more of either does not, although the codec would still code the
     chunk. Chunk 6 has as many of both as fit."""
     model = explicit(2, low=-8, rows=32)
-    chunk, codes, values = model.alphabet.chunk, _sz_cuda._CODES, _sz_cuda._EXACTS
+    chunk, codes, values = model.alphabet.chunk, _sz_jobs.CODES, _sz_jobs.EXACTS
     x = (torch.rand(8, chunk) - 0.5).to(dtype)
     order = torch.randperm(chunk)
     for row, outside, lost in (
@@ -309,7 +309,7 @@ def test_streams_that_outgrow_their_stage(monkeypatch: pytest.MonkeyPatch) -> No
     codec = Sz(coder="rans")
     x = torch.randn(20 * model.alphabet.chunk) * 2
     plan = replace(codec.plan(x, Bound.absolute(0.5), False), model=model)
-    assert _sz_cuda._stage(model) < 4.0 * model.alphabet.chunk / 16, "the stage holds all: nothing is tested"
+    assert _sz_jobs.stage_of(model) < 4.0 * model.alphabet.chunk / 16, "the stage holds all: nothing is tested"
     for _ in range(2):
         assert raw_chunks(check(x, codec, plan)) == []
     monkeypatch.setattr(_sz_cuda, "_SLOTS", 3)

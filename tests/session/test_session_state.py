@@ -115,7 +115,7 @@ def test_a_state_survives_its_session(mlp, x):
 
 def test_a_state_is_plain(mlp):
     assert set(lowtide.attach(mlp()).state_dict()) == {
-        "version", "method", "seed", "step", "controller", "sites"
+        "version", "method", "seed", "step", "controller", "sites", "statistics"
     }  # fmt: skip
     assert lowtide.attach(mlp(), "exact").state_dict()["method"] == "exact"
 
@@ -131,7 +131,7 @@ def session(mlp):
         (lambda state: state.pop("seed"), r"has the keys \['controller', 'method', 'seed', .*this one has \['control"),
         (lambda state: state.update(extra=1), r"a session's state has the keys .* this one has .*'extra'"),
         (lambda state: state.clear(), r"this one has \[\]"),
-        (lambda state: state.update(version=1), "state has version 1, this Lowtide reads version 2"),
+        (lambda state: state.update(version=1), "state has version 1, this Lowtide reads version 3"),
         (lambda state: state.update(version=None), "state has version None"),
         (lambda state: state.update(method="exact"), "state belongs to method 'exact', this session runs 'fixed'"),
         (lambda state: state.update(controller={}), r"controller 'fixed' keeps 'table' in its state, .* has \[\]"),

@@ -32,6 +32,13 @@ def net() -> nn.Sequential:
     return nn.Sequential(*conv, nn.Flatten(), nn.Linear(1152, 4))
 
 
+def recall(sites: Sites, x: Tensor, rule: BoundRule, need: Need, codec: Any = Sz()) -> Any:  # noqa: B008
+    """The memo after one save."""
+    memo = sites.recall(x, rule, SITE, need)
+    sites.prepare(memo, x, codec, SITE, need)
+    return memo
+
+
 def measured(sites: Sites, saves: int, need: Need, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Which of ``saves`` saves measured their tensor."""
     found = []
@@ -39,7 +46,7 @@ def measured(sites: Sites, saves: int, need: Need, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(BoundRule, "resolve", lambda rule, x, need: found.append(save) or resolve(rule, x, need))
     rule = BoundRule.parse("0.5 std")
     for save in range(saves):
-        memo = sites.recall(torch.randn(4, 6, 50) * (save + 1), Sz(), rule, SITE, need)
+        memo = recall(sites, torch.randn(4, 6, 50) * (save + 1), rule, need)
         assert memo.plan.grid.step.numel() == memo.bound.value.numel()
     return found
 
@@ -65,27 +72,27 @@ def test_sites_do_not_all_measure_at_once():
 
 def test_a_bound_follows_the_rule_and_stays_between_measurements():
     sites, rule = Sites(refresh=64), BoundRule.parse("1.0 std")
-    first = sites.recall(torch.randn(64, 6, 50), Sz(), rule, SITE, CHANNEL).bound.value.clone()
+    first = recall(sites, torch.randn(64, 6, 50), rule, CHANNEL).bound.value.clone()
     for _ in range(4):
-        sites.recall(torch.randn(64, 6, 50), Sz(), rule, SITE, CHANNEL)
-    kept = sites.recall(torch.randn(64, 6, 50) * 100, Sz(), rule, SITE, CHANNEL).bound.value
+        recall(sites, torch.randn(64, 6, 50), rule, CHANNEL)
+    kept = recall(sites, torch.randn(64, 6, 50) * 100, rule, CHANNEL).bound.value
     torch.testing.assert_close(kept, first, rtol=0.1, atol=0)
-    other = sites.recall(torch.randn(64, 6, 50), Sz(), BoundRule.parse("2.0 std"), SITE, CHANNEL).bound.value
+    other = recall(sites, torch.randn(64, 6, 50), BoundRule.parse("2.0 std"), CHANNEL).bound.value
     torch.testing.assert_close(other, 2 * first, rtol=0.1, atol=0)
 
 
 def test_whether_zero_has_a_code_is_decided_once():
     sites, rule = Sites(refresh=1), BoundRule.parse("1.0 std")
-    assert sites.recall(torch.randn(4, 6, 50).relu(), Sz(), rule, SITE, CHANNEL).plan.zero_code
+    assert recall(sites, torch.randn(4, 6, 50).relu(), rule, CHANNEL).plan.zero_code
     for _ in range(5):
-        assert sites.recall(torch.randn(4, 6, 50), Sz(), rule, SITE, CHANNEL).plan.zero_code
+        assert recall(sites, torch.randn(4, 6, 50), rule, CHANNEL).plan.zero_code
 
 
 def test_a_model_is_fitted_behind_the_step():
     sites, rule, codec = Sites(refresh=1), BoundRule.parse("0.4 std"), Sz(coder="rans")
-    first = sites.recall(torch.randn(8, 6, 500), codec, rule, SITE, CHANNEL).plan.model
+    first = recall(sites, torch.randn(8, 6, 500), rule, CHANNEL, codec).plan.model
     for _ in range(200):
-        memo = sites.recall(torch.randn(8, 6, 500), codec, rule, SITE, CHANNEL)
+        memo = recall(sites, torch.randn(8, 6, 500), rule, CHANNEL, codec)
         if memo.plan.model is not first:
             return
     raise AssertionError("no later model was adopted")

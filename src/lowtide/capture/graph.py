@@ -10,11 +10,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-
-H = TypeVar("H")
 
 
 def next_sequence_nr() -> int:
@@ -29,21 +27,17 @@ def saved_fields(node_type: type) -> tuple[tuple[str, str], ...]:
     return tuple((name.removeprefix(prefix), name) for name in dir(node_type) if name.startswith(prefix))
 
 
-def handles_of(node: Any, handle_type: type[H]) -> dict[str, H]:
-    """What ``node`` saved through our hooks, by field (``tensors[0]`` for the fields that are lists)."""
-    found: dict[str, H] = {}
+def saved_by(node: Any) -> Iterator[tuple[str, Any]]:
+    """What hooks made of each tensor that ``node`` saved, by field (``tensors[0]`` for the fields that are lists)."""
     node_type: type = type(node)
     for field, attribute in saved_fields(node_type):
         raw = getattr(node, attribute)
-        if isinstance(raw, list | tuple):
-            items = {f"{field}[{index}]": item for index, item in enumerate(raw)}
-        else:
-            items = {field: raw}
-        for name, item in items.items():
-            data = item.data if item is not None else None
-            if type(data) is handle_type:
-                found[name] = data
-    return found
+        if type(raw) is list or type(raw) is tuple:
+            for index, item in enumerate(raw):
+                if item is not None:
+                    yield f"{field}[{index}]", item.data
+        elif raw is not None:
+            yield field, raw.data
 
 
 _MARK = "lowtide.visited"

@@ -29,13 +29,39 @@ class Alias:
         self._tensor, self._version, self._lease = tensor, version, lease
 
     def restore(self, handle: Handle) -> Tensor:
-        if self._tensor._version != self._version:
-            raise ModifiedError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"tensor of shape {tuple(self._tensor.shape)} saved at {handle.name} is at version "
-                f"{self._tensor._version}; expected version {self._version} instead. Hint: clone it before the change"
-            )
-        return self._tensor
+        return _unchanged(self._tensor, self._version, handle.name)
+
+
+def _unchanged(tensor: Tensor, version: int, name: str) -> Tensor:
+    if tensor._version != version:
+        raise ModifiedError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"tensor of shape {tuple(tensor.shape)} saved at {name} is at version {tensor._version}; expected version "
+            f"{version} instead. Hint: clone it before the change"
+        )
+    return tensor
+
+
+class Passed:
+    """A parameter or buffer, which somebody else holds: the graph owns this instead of a handle, at little cost."""
+
+    __slots__ = ("_tensor", "_version", "call_path")
+
+    def __init__(self, tensor: Tensor, path: str) -> None:
+        self._tensor, self._version, self.call_path = tensor.detach(), tensor._version, path
+
+    is_leaf = True
+
+    @property
+    def spec(self) -> TensorSpec:
+        return TensorSpec.of(self._tensor)
+
+    @property
+    def name(self) -> str:
+        return self.call_path or ROOT
+
+    def restore(self) -> Tensor:
+        return _unchanged(self._tensor, self._version, self.name)
 
 
 class Recast:

@@ -31,6 +31,11 @@ class Left:
     owned: bool = False
     parameter: nn.Parameter | None = None
 
+    @property
+    def leads_on(self) -> bool:
+        """Whether the graph of such a tensor may lead to saves; that of a parameter's cast or view ends there."""
+        return self.parameter is None and not self.owned
+
 
 PARAMETER = Left("parameter", owned=True)
 PARAMETER_VIEW = Left("view of a parameter", owned=True)
@@ -73,6 +78,14 @@ def parameter_kind(tensor: Tensor) -> Left | None:
         path.append(name)
         node = node.next_functions[0][0]
     return None
+
+
+def parameter_behind(node: Any) -> nn.Parameter | None:
+    """The parameter whose gradient ``node`` is on the way to, through views and casts only."""
+    while node is not None and (type(node).__name__ == _CAST_NODE or type(node).__name__ in _VIEW_NODES):
+        node = node.next_functions[0][0]
+    is_leaf = type(node).__name__ == "AccumulateGrad"
+    return node.variable if is_leaf and _is_parameter(node.variable) else None
 
 
 def _is_parameter(value: Tensor) -> bool:

@@ -54,6 +54,8 @@ _STATISTIC = Need(Kind.EXACT, "statistic or factor that backward divides by or e
 _BROADCAST = Need(Kind.EXACT, "factor that is broadcast")
 _RECURRENT = Need(Kind.EXACT, "recurrent op: read together with its exact workspace")
 _COMPARED = Need(Kind.EXACT, "compared element by element in backward")
+_TRAINED_WEIGHT = {"input": _LINEAR, "self": _LINEAR, "weight": _WEIGHT}
+_FROZEN_WEIGHT = {"input": _SHAPE_ONLY, "self": _SHAPE_ONLY, "weight": _WEIGHT}
 
 
 def _mask(test: str, params: tuple[float, ...], values: tuple[float, ...], why: str) -> Need:
@@ -64,10 +66,8 @@ def _mask(test: str, params: tuple[float, ...], values: tuple[float, ...], why: 
 _POSITIVE = replace(_mask("not_le", (0.0,), (0.0, 1.0), "sign only"), is_nonzero=True)
 
 
-def of(op: str, node: Node, field: str, fields: Fields) -> Need:
-    """What the backward of ``node`` reads of its ``field``."""
-    saved = fields[field]
-    dtype = saved.spec.dtype
+def of(op: str, node: Node, field: str, dtype: torch.dtype, fields: Fields) -> Need:
+    """What the backward of ``node`` reads of its ``field``, a tensor of ``dtype``."""
     reader = TABLE.get(op)
     need = _lookup(reader, node, field, fields) if reader is not None else None
     if dtype == torch.bool:
@@ -109,8 +109,7 @@ def _requires_grad(node: Node, position: int) -> bool:
 
 def _convolution(node: Node, fields: Fields) -> Mapping[str, Need]:
     """The input serves the weight gradient alone; with a frozen weight only its shape is read."""
-    name = "input" if "input" in fields else "self"
-    return {name: _LINEAR if _requires_grad(node, 1) else _SHAPE_ONLY, "weight": _WEIGHT}
+    return _TRAINED_WEIGHT if _requires_grad(node, 1) else _FROZEN_WEIGHT
 
 
 def _matmul(left: str, right: str, edge: int) -> Reader:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.capture import graph, identity
-from lowtide.capture.handles import Handle
+from lowtide.capture.handles import Handle, Passed
 from lowtide.errors import LowtideWarning
 
 
@@ -35,12 +35,12 @@ class Scope:
         self.packed = 0
         self.is_pushed = False
 
-    def wait_for(self, handle: Handle) -> None:
+    def wait_for(self, number: int, handle: weakref.ref[Handle]) -> None:
         """Note a handle whose op is not known yet; those that died waiting are swept out now and then."""
         if len(self.unresolved) >= self._unresolved_limit:
             self.unresolved = {number: ref for number, ref in self.unresolved.items() if ref() is not None}
             self._unresolved_limit = 2 * len(self.unresolved) + 64
-        self.unresolved[handle.number] = weakref.ref(handle)
+        self.unresolved[number] = handle
 
     def waits_for(self, handle: Handle) -> bool:
         ref = self.unresolved.get(handle.number)
@@ -65,8 +65,8 @@ class Scopes:
 
     def __init__(
         self,
-        pack: Callable[[Tensor], Handle],
-        unpack: Callable[[Handle], Tensor],
+        pack: Callable[[Tensor], Handle | Passed],
+        unpack: Callable[[Handle | Passed], Tensor],
         resolve: Callable[[Scope, Any], None],
         close: Callable[[Scope], None],
     ) -> None:

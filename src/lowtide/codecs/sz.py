@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -39,6 +39,7 @@ class Plan:
     grid: Grid
     zero_code: bool
     model: rans.Model | None
+    ready: Any = field(default=None, init=False, repr=False, compare=False)  # for a twin; not copied
 
 
 @dataclass(frozen=True, slots=True)

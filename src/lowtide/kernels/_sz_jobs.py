@@ -1,0 +1,192 @@
+"""What a launch of the kernels in sz.cu needs beyond addresses: the same for all tensors of one place in a net."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from lowtide.codecs.sz import Plan, Sz
+from lowtide.coding import blocks, exact, layout, rans
+from lowtide.records import TensorSpec
+
+TYPES = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "Bfloat"}
+WARPS = 8  # of a block, a chunk each
+CODES, EXACTS = 512, 64  # escapes that a warp can stage, as in sz.cu
+ROUND = {4: 4, 3: 3, 2: 2, 1: 1}  # rows that the rans kernels work on at a time
+_TENSOR, _RUNS, _INNER, _MIXED, _ANY = range(5)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """What an encoder's launch needs beyond pointers: the same for all tensors of one geometry under one model."""
+
+    kernel: str
+    template: tuple[str, int, int, bool]
+    values: int
+    numel: int
+    chunks: int
+    blocks: int
+    heads: int
+    headers: int
+    most: int  # words that suffice whatever the values
+    shared: int
+    sizes: tuple[int, int, int, int, int]  # rows, stage, size, first, fill
+    where: Where
+    meta: Mapping[str, Any]
+    headers_from: int = field(init=False)  # where in a payload's buffer, in 32-bit words, they begin: after the heads
+    words_from: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "headers_from", _aligned(self.heads))
+        object.__setattr__(self, "words_from", self.headers_from + _aligned(-(-self.headers // 4)))
+
+    @classmethod
+    def of(cls, codec: Sz, spec: TensorSpec, plan: Plan) -> Encoding | None:
+        where, model = entry_of(spec, plan.grid.axes), plan.model
+        if not spec.numel or where is None:
+            return None
+        zero = int(plan.zero_code) * (2 if model is not None and model.alphabet.low == 0 else 1)
+        template = (TYPES[spec.dtype], where.kind, zero, codec.rounding == "dither")
+        meta, most = codec.payload(spec, plan, 0, {}).meta, _most(spec, plan)
+        if model is None:
+            chunks = -(-spec.numel // blocks.CHUNK)
+            return cls(
+                "blocks_encode", template, 0, spec.numel, chunks, -(-chunks // WARPS), chunks + 1,
+                chunks * blocks.HEADER_NBYTES, most, 0, (0, 0, 0, 0, 0), where, meta,
+            )  # fmt: skip
+        alphabet, stage = model.alphabet, stage_of(model)
+        chunks = -(-spec.numel // alphabet.chunk)
+        shared = WARPS * 4 * (stage // 2 + CODES + EXACTS * exact.escape_words(spec.dtype))
+        sizes = (alphabet.rows, stage, alphabet.size, alphabet.low, alphabet.fill)
+        return cls(
+            "rans_encode", template, alphabet.values, spec.numel, chunks, -(-chunks // WARPS), 3 * chunks, 0, most,
+            shared, sizes, where, meta,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """The same for a decoder."""
+
+    kernel: str
+    template: tuple[str, int, int, bool]
+    values: int
+    numel: int
+    chunks: int
+    blocks: int
+    heads: int
+    headers: int
+    symbols: int
+    sizes: tuple[int, int, int, int, int]
+    where: Where
+
+    @classmethod
+    def of(cls, spec: TensorSpec, meta: Mapping[str, Any]) -> Decoding | None:
+        where = entry_of(spec, meta.get("axes", ()))
+        if meta["kind"] == "empty" or where is None or spec.dtype not in TYPES:
+            return None
+        template = (TYPES[spec.dtype], where.kind, int(meta["zero_code"]), meta["rounding"] == "dither")
+        if meta["kind"] == "blocks":
+            chunks = -(-spec.numel // blocks.CHUNK)
+            return cls(
+                "blocks_decode", template, 0, spec.numel, chunks, -(-chunks // WARPS), chunks + 1,
+                chunks * blocks.HEADER_NBYTES, 0, (0, 0, 0, 0, 0), where,
+            )  # fmt: skip
+        alphabet = meta["alphabet"]
+        rows, size, values = alphabet["rows"], alphabet["size"], alphabet["values"]
+        chunks = -(-spec.numel // (rows * rans.ROW))
+        return cls(
+            "rans_decode", template, values, spec.numel, chunks, -(-chunks // WARPS), 3 * chunks, 0, size**values,
+            (rows, 0, size, alphabet["low"], 0), where,
+        )  # fmt: skip
+
+
+def encoding_of(codec: Sz, spec: TensorSpec, plan: Plan) -> Encoding | None:
+    """What does not change between two tensors of the same place; None where the kernels do not reach."""
+    model = plan.model
+    like = (spec.shape, spec.stride, spec.dtype, plan.grid.axes)
+    how = (model.alphabet, model.bits) if model is not None else None
+    return _remember(_ENCODINGS, (like, plan.zero_code, how, codec), lambda: Encoding.of(codec, spec, plan))
+
+
+def decoding_of(spec: TensorSpec, meta: Mapping[str, Any]) -> Decoding | None:
+    like = (spec.shape, spec.stride, spec.dtype, meta.get("axes"))
+    alphabet = meta.get("alphabet")
+    how = (alphabet["rows"], alphabet["size"], alphabet["low"], alphabet["values"]) if alphabet is not None else None
+    key = (like, meta["kind"], meta.get("zero_code"), meta.get("rounding"), how)
+    return _remember(_DECODINGS, key, lambda: Decoding.of(spec, meta))
+
+
+_ENCODINGS: dict[Any, Encoding | None] = {}
+_DECODINGS: dict[Any, Decoding | None] = {}
+V = TypeVar("V")
+
+
+def _remember(known: dict[Any, V], key: Any, find: Callable[[], V]) -> V:
+    """What is known under ``key``, found out at first; a table that has grown long starts anew."""
+    try:
+        return known[key]
+    except KeyError:
+        if len(known) > 4096:
+            known.clear()
+        return known.setdefault(key, find())
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """How elements find their steps: the kind of kernel, and two terms (``layout.index_terms``)."""
+
+    kind: int
+    numbers: tuple[int, ...]
+
+
+_ENTRIES: dict[Any, Where | None] = {}
+
+
+def entry_of(spec: TensorSpec, axes: tuple[int, ...]) -> Where | None:
+    """None where the kernels do not reach: more than two terms, or places beyond 31 bits of words."""
+    return _remember(_ENTRIES, (spec.shape, spec.stride, axes), lambda: _find_entry(spec, axes))
+
+
+def _find_entry(spec: TensorSpec, axes: tuple[int, ...]) -> Where | None:
+    terms = layout.index_terms(spec, axes)
+    if len(terms) > 2 or spec.nbytes >= 1 << 33 or spec.numel >= 1 << 32:
+        return None
+    none = (1, 1, 0)
+    if not terms:
+        return Where(_TENSOR, (*none, *none))
+    if len(terms) == 2:
+        return Where(_ANY, (*terms[0], *terms[1]))
+    divide, modulo, times = terms[0]
+    assert times == 1, "a single term counts by one"
+    if divide % 4 == 0:
+        kind = _RUNS
+    elif divide == 1 and modulo % 4 == 0:
+        kind = _INNER
+    elif divide >= 4 or (divide == 1 and modulo >= 4):
+        kind = _MIXED
+    else:
+        kind = _ANY
+    return Where(kind, (*terms[0], *none))
+
+
+def stage_of(model: rans.Model) -> int:
+    """16-bit words that a warp can stage: a little more than a chunk is expected to need; the rest goes to a slot."""
+    alphabet = model.alphabet
+    worst = alphabet.rows * rans.ROW // alphabet.values
+    wanted = int(model.bits * alphabet.chunk / 16 * 1.25) + 160
+    return min(worst, wanted) // 2 * 2 + 32 * (4 * ROUND[alphabet.values] // alphabet.values)
+
+
+def _most(spec: TensorSpec, plan: Plan) -> int:
+    """Words that suffice whatever the values: every chunk raw."""
+    chunk = blocks.CHUNK if plan.model is None else plan.model.alphabet.chunk
+    whole, rest = divmod(spec.numel, chunk)
+    return whole * exact.raw_words(spec.dtype, chunk) + exact.raw_words(spec.dtype, rest)
+
+
+def _aligned(words: int) -> int:
+    return -(-words // 32) * 32
