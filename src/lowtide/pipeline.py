@@ -26,7 +26,8 @@ from lowtide.sites import Memo, Sites
 from lowtide.stores import Held, Store
 from lowtide.witness import Witness
 
-_MOST_PENDING = 1 << 28  # bytes of tensors kept while their encoders have not reported
+# Bytes of tensors kept while their encoders have not reported: so many, or this share of what plain training holds.
+_MOST_PENDING, _PENDING_SHARE = 1 << 28, 1 / 16
 _MOVED_RATE = 1 / 32  # words a value to make room for where a bound has changed since the last payload: one bit
 
 
@@ -331,7 +332,8 @@ class Pipeline:
         self._pending.append(pending)
         self._pending_nbytes += pending.nbytes
         self.let_go()
-        while len(self._pending) > 1 and self._pending_nbytes > _MOST_PENDING:
+        most = max(_MOST_PENDING, self.ledger.raw_peak * _PENDING_SHARE)
+        while len(self._pending) > 1 and self._pending_nbytes > most:
             self._settle_oldest()
 
     def let_go(self) -> None:

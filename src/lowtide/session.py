@@ -42,7 +42,7 @@ class Session:
         rules: Any = None,
         store: str = "device",
         check: bool | str = False,
-        min_size: int = 4096,
+        min_size: int = 16384,
         recast: bool = True,
         refresh: int = 64,
         seed: int = 0,

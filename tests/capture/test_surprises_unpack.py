@@ -190,7 +190,7 @@ def test_a_codec_that_multiplies_matrices_is_not_recast(build, monkeypatch):
 
     monkeypatch.setattr(Sz, "encode", spy)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
-    lowtide.attach(model)
+    lowtide.attach(model, min_size=4096)
     with torch.autocast("cpu", torch.bfloat16):
         model(torch.randn(64, 64))
     assert set(seen) == {torch.float32}
@@ -202,7 +202,7 @@ def test_grad_mode_is_on_inside_unpack_with_create_graph(build, node, monkeypatc
     decode = Sz.decode
     monkeypatch.setattr(Sz, "decode", lambda self, e: modes.append(torch.is_grad_enabled()) or decode(self, e))
     model = build(lambda self, x: self.b(self.a(x).tanh()).sigmoid(), a=nn.Linear(64, 64), b=nn.Linear(64, 64))
-    lowtide.attach(model)
+    lowtide.attach(model, min_size=4096)
     x = torch.randn(64, 64, requires_grad=True)
     (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     assert modes

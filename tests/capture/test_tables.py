@@ -70,7 +70,7 @@ def test_grad_mode_and_autocast_come_back_after_a_codec_failed(monkeypatch, auto
         raise MemoryError("out of memory")
 
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
-    lowtide.attach(model)
+    lowtide.attach(model, min_size=4096)
     monkeypatch.setattr(Sz, "encode", fail)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         with pytest.raises(MemoryError):

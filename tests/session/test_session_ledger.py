@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import lowtide
-from lowtide.capture.handles import Alias
+from lowtide.capture.handles import Alias, Passed
 from lowtide.pipeline import Payload
 
 
@@ -60,10 +60,12 @@ def _plain_bytes(model: nn.Module, x: Tensor) -> int:
 def _held_bytes(session: lowtide.Session) -> int:
     """The payloads and kept storages of a session that are alive, as the garbage collector finds them."""
     gc.collect()
-    things = [thing for thing in gc.get_objects() if type(thing) in (Payload, Alias) and thing._lease is not None]
+    things = [
+        thing for thing in gc.get_objects() if type(thing) in (Payload, Alias, Passed) and thing._lease is not None
+    ]
     ours = [thing for thing in things if thing._lease._ledger is session.ledger]
     encoded = [thing._held.fetch() for thing in ours if type(thing) is Payload]
-    kept = [thing._tensor.untyped_storage() for thing in ours if type(thing) is Alias]
+    kept = [thing._tensor.untyped_storage() for thing in ours if type(thing) is not Payload]
     parts = [part for item in encoded for part in item.tensors.values()]
     return sum(part.nbytes for part in parts) + sum({storage._cdata: storage.nbytes() for storage in kept}.values())
 
@@ -89,7 +91,7 @@ def test_a_small_net_by_hand():
     """Linear(64, 64), Tanh, Linear(64, 8) on 32 rows: 8 KiB are saved, by tanh and again by the second linear."""
     model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8)), torch.randn(32, 64)
     for method, coded in (("exact", False), ("fixed", True)):
-        session = lowtide.attach(model, method)
+        session = lowtide.attach(model, method, min_size=4096)
         output = model(x)
         assert session.ledger.raw == 8192
         assert (session.ledger.held < 8192) is coded

@@ -43,12 +43,18 @@ def _unchanged(tensor: Tensor, version: int, name: str) -> Tensor:
 
 
 class Passed:
-    """A parameter or buffer, which somebody else holds: the graph owns this instead of a handle, at little cost."""
+    """A parameter or buffer, or a tensor too small to matter: the graph owns this instead of a handle, at little cost.
 
-    __slots__ = ("_tensor", "_version", "call_path")
+    ``record`` and ``lease`` keep count of a tensor that is nobody else's.
+    """
 
-    def __init__(self, tensor: Tensor, path: str) -> None:
+    __slots__ = ("_lease", "_record", "_tensor", "_version", "call_path")
+
+    def __init__(
+        self, tensor: Tensor, path: str, record: StorageRecord | None = None, lease: Lease | None = None
+    ) -> None:
         self._tensor, self._version, self.call_path = tensor.detach(), tensor._version, path
+        self._record, self._lease = record, lease
 
     is_leaf = True
 
@@ -158,7 +164,9 @@ class Entry:
 class Handle:
     """What a pack hook returns: owned by the graph, freed with it. It never holds a tensor that has a graph."""
 
-    __slots__ = ("__weakref__", "call_path", "entry", "is_leaf", "kept", "module", "need", "number", "site", "spec")
+    __slots__ = (
+        "__weakref__", "call_path", "entry", "habit", "is_leaf", "kept", "module", "need", "number", "site", "spec"
+    )  # fmt: skip
 
     def __init__(self, spec: TensorSpec, path: str, module: str, is_leaf: bool) -> None:
         self.number = 0  # in the order of saving, within a scope
@@ -166,6 +174,7 @@ class Handle:
         self.call_path = path
         self.module = module
         self.is_leaf = is_leaf
+        self.habit: Any = None
         self.entry: Entry | None = None
         self.kept: Kept | None = None
         self.site: Site | None = None

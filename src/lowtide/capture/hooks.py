@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.capture import graph, identity, needs
+from lowtide.capture.habits import Habits, Save
 from lowtide.capture.handles import Alias, Deduplicator, Entry, Handle, Passed, Recast
-from lowtide.capture.scopes import Scope, Scopes
+from lowtide.capture.scopes import Region, Scope, Scopes
 from lowtide.ledger import Ledger
-from lowtide.records import Kind, Need, Site, TensorSpec
+from lowtide.records import ROOT, Kind, Need, Site, TensorSpec
 
 Settle = Callable[[Entry, list[Handle]], None]
 Leave = Callable[[Handle, identity.Left, int], None]
@@ -43,13 +44,20 @@ class Capture:
         self._ledger = ledger
         self._min_size, self._recast = min_size, recast
         self.on_named: Callable[[Any, Handle], None] | None = None  # while statistics are wanted
+        self._habits = Habits()
+        self._small: dict[str, str] = {}  # what small tensors are called, by module path
         self.scopes = Scopes(self._pack, _unpack, self._resolve_output, self._flush)
 
-    def _pack(self, tensor: Tensor) -> Handle | Passed:
+    def _pack(self, tensor: Tensor) -> Any:
         scope, module, path = self.scopes.current(sys._getframe(1))
-        if scope is not None and self._is_owned(tensor, scope):
+        if scope is not None and scope.region is not None and self.scopes.is_running(scope.region.module):
+            return self._divert(tensor, scope, module, scope.region)
+        passed = self._shortcut(tensor, scope, module, path) if scope is not None else None
+        if scope is not None and passed is not None:
+            if scope.named:
+                self._settle_named(scope, None)
             scope.packed += 1
-            return Passed(tensor, path)
+            return passed
         handle = Handle(
             _spec(tensor), path, type(module).__name__ if module is not None else "", tensor.grad_fn is None
         )
@@ -60,30 +68,99 @@ class Capture:
         handle.number = scope.packed
         left = self._left_alone(tensor, scope, module)
         if left is None:
-            self._wait(handle, tensor, scope)
+            self._wait(handle, tensor, scope, module)
         else:
             self._pass_through(handle, tensor, left)
+        if scope.named:
+            self._settle_named(scope, handle.entry)
         if not handle.is_leaf and scope.unresolved and (left is None or left.leads_on):
             self._resolve(scope, [tensor.grad_fn], building=True)
         return handle
 
-    def _is_owned(self, tensor: Tensor, scope: Scope) -> bool:
-        """Parameters and buffers by the shortest way: most of what a net saves, if not the most bytes [3]."""
-        kind = type(tensor)
-        if kind is not Tensor:
-            return kind is nn.Parameter
-        if tensor.requires_grad or tensor.layout is not torch.strided:
-            return False
-        return tensor.untyped_storage()._cdata in self._buffers(scope)
+    def hold(self, tensor: Tensor, op: str, field: str, need: Need) -> Handle:
+        """Take in a tensor that no op saves now and that will be asked for all the same, under a name of its own."""
+        scope, module, path = self.scopes.current(sys._getframe(1))
+        assert scope is not None, "only while something is recorded"
+        handle = Handle(_spec(tensor), path, type(module).__name__, tensor.grad_fn is None)
+        scope.packed += 1
+        handle.number = scope.packed
+        left = self._left_alone(tensor, scope, module)
+        if left is not None:
+            self._pass_through(handle, tensor, left)
+        else:
+            entry = handle.entry = self._dedup.entry(tensor, handle.spec, tensor._version)
+            if entry.raw is None:
+                entry.raw = tensor.detach()
+            entry.waiting.append(weakref.ref(handle))
+            self._give_name(scope, handle, op, field, need)
+        if scope.named:
+            self._settle_named(scope, None)
+        if not handle.is_leaf and scope.unresolved:  # what else has saved it settles together with this
+            self._resolve(scope, [tensor.grad_fn], building=False)
+        if handle.entry is not None:
+            self._settle_if_named(handle.entry)
+        return handle
 
-    def _wait(self, handle: Handle, tensor: Tensor, scope: Scope) -> None:
+    def is_innermost(self) -> bool:
+        """Whether what is saved now would come to us."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        return top is not None and top[0] == self._pack
+
+    def _divert(self, tensor: Tensor, scope: Scope, module: nn.Module | None, region: Region) -> Any:
+        """A save of a module that will be run again: nothing is held, what plain training would hold is counted."""
+        scope.packed += 1
+        left = self._left_alone(tensor, scope, module)
+        counts = identity.is_plain(tensor) and (left is None or left.leads_on)
+        return region.pack(tensor, self._dedup.record(tensor) if counts else None)
+
+    def _shortcut(self, tensor: Tensor, scope: Scope, module: nn.Module | None, path: str) -> Passed | None:
+        """Parameters, buffers and small statistics by a short way: most saves of a net, if not most bytes [3]."""
+        kind = type(tensor)
+        if kind is nn.Parameter:
+            return Passed(tensor, path)
+        if kind is not Tensor or tensor.requires_grad or tensor.layout is not torch.strided or tensor.is_nested:
+            return None
+        storage = tensor.untyped_storage()._cdata
+        if storage in self._buffers(scope):
+            return Passed(tensor, path)
+        if tensor.numel() * tensor.element_size() >= self._min_size or storage in scope.inputs:
+            return None
+        if identity.unfit(tensor, self._min_size) is not identity.SMALL or tensor._base is not None:
+            return None
+        record = self._dedup.record(tensor)
+        lease, added = record.keep(self._ledger)
+        name = self._small.get(path) or self._small.setdefault(path, f"{path or ROOT} ({identity.SMALL.reason})")
+        kind_of_module = type(module).__name__ if module is not None else ""
+        self._ledger.record(name, kind_of_module, "exact", "kept", identity.SMALL.reason, "", record.claim(), added)
+        return Passed(tensor, path, record, lease)
+
+    def _wait(self, handle: Handle, tensor: Tensor, scope: Scope, module: nn.Module | None) -> None:
         """Hold the tensor, without its graph, until its op is known; saves of the same tensor wait together."""
+        if not scope.saved_in:
+            self._habits.begin()
         entry = handle.entry = self._dedup.entry(tensor, handle.spec, tensor._version)
         if entry.raw is None:
             entry.raw = tensor.detach()
         ref = weakref.ref(handle)
         entry.waiting.append(ref)
-        scope.wait_for(handle.number, ref)
+        number = scope.saved_in.get(handle.call_path, 0)
+        scope.saved_in[handle.call_path] = number + 1
+        handle.habit = self._habits.key(module, handle.call_path, number, handle.spec, handle.is_leaf)
+        known = self._habits.recall(handle.habit) if self._habits.is_trusted and self.on_named is None else None
+        if known is None:
+            scope.wait_for(handle.number, ref)
+        else:
+            self._give_name(scope, handle, known.op, known.field, known.need)
+            scope.named.append(entry)
+
+    def _settle_named(self, scope: Scope, current: Entry | None) -> None:
+        """Settle what was named at once, except for a tensor that is being saved again: its ops are settled together."""
+        named, scope.named = scope.named, []
+        for entry in named:
+            if entry is current:
+                scope.named.append(entry)
+            else:
+                self._settle_if_named(entry)
 
     def _left_alone(self, tensor: Tensor, scope: Scope, module: nn.Module | None) -> identity.Left | None:
         """What is passed through as it is, in the order of the cheapest test first [3]."""
@@ -137,10 +214,13 @@ class Capture:
         return seen[1] == parameter._version
 
     def _resolve_output(self, scope: Scope, output: Any) -> None:
-        self._resolve(scope, [tensor.grad_fn for tensor in identity.tensors_in(output)], building=False)
+        self._settle_named(scope, None)
+        if scope.unresolved:
+            self._resolve(scope, [tensor.grad_fn for tensor in identity.tensors_in(output)], building=False)
 
     def _flush(self, scope: Scope) -> None:
         """What no path in the graph led to is kept as it is."""
+        self._settle_named(scope, None)
         for _, ref in sorted(scope.unresolved.items()):
             handle = ref()
             if handle is not None:
@@ -157,24 +237,31 @@ class Capture:
                 if type(handle) is not Handle or not scope.waits_for(handle):
                     continue
                 op = needs.op_of(type(node).__name__)
-                need = needs.of(op, node, field, handle.spec.dtype, _Fields(node))
-                self._name(scope, handle, needs.snake(op), field, need, node)
+                save = Save(needs.snake(op), field, needs.of(op, node, field, handle.spec.dtype, _Fields(node)))
+                if handle.habit is not None:
+                    self._habits.learn(handle.habit, save)
+                self._name(scope, handle, *save, node)
                 scope.unresolved.pop(handle.number, None)
                 left = scope.unresolved
                 if not left or (building and len(left) == 1 and scope.packed in left):
                     return
 
     def _name(self, scope: Scope, handle: Handle, op: str, field: str, need: Need, node: Any = None) -> None:
+        self._give_name(scope, handle, op, field, need)
+        if self.on_named is not None and node is not None:
+            self.on_named(node, handle)
+        if handle.entry is not None:
+            self._settle_if_named(handle.entry)
+
+    def _give_name(self, scope: Scope, handle: Handle, op: str, field: str, need: Need) -> None:
         key = (handle.call_path, op, field)
         call = scope.calls.get(key, 0)
         scope.calls[key] = call + 1
         handle.site = _site(*key, call, handle.module)
         handle.need = need
-        if self.on_named is not None and node is not None:
-            self.on_named(node, handle)
-        entry = handle.entry
-        if entry is None:
-            return
+
+    def _settle_if_named(self, entry: Entry) -> None:
+        """Hand a tensor on once every op that has saved it so far is known."""
         handles = entry.alive()
         if handles and all(other.need is not None for other in handles):
             entry.waiting = []

@@ -11,15 +11,36 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.capture import graph, identity
-from lowtide.capture.handles import Handle, Passed
+from lowtide.capture.handles import Entry, Handle, Passed, StorageRecord
 from lowtide.errors import LowtideWarning
+
+_RUN_AGAIN = ("torch.utils.checkpoint", "lowtide.recompute")  # hooks under which a module runs again, or will
+
+
+class Region(Protocol):
+    """One run of a module whose saves are not held, because it will be run again in backward."""
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    def pack(self, tensor: Tensor, record: StorageRecord | None) -> Any:
+        """What the graph owns instead of ``tensor``; ``record`` if plain training would hold its storage."""
+        ...
+
+
+class Regions(Protocol):
+    """Told of every module that is entered and left inside of a scope."""
+
+    def enter(self, scope: Scope, module: nn.Module, inputs: Any) -> None: ...
+
+    def exit(self, scope: Scope, module: nn.Module) -> None: ...
 
 
 class Scope:
@@ -32,8 +53,11 @@ class Scope:
         self.calls: Counter[tuple[str, str, str]] = Counter()
         self.inputs: dict[int, StorageWeakRef] = {}
         self.buffers: set[int] | None = None
+        self.named: list[Entry] = []  # named when they were saved, to be settled at the next save of another tensor
+        self.saved_in: dict[str, int] = {}  # by module path
         self.packed = 0
         self.is_pushed = False
+        self.region: Region | None = None  # a module at work that will be run again in backward
 
     def wait_for(self, number: int, handle: weakref.ref[Handle]) -> None:
         """Note a handle whose op is not known yet; those that died waiting are swept out now and then."""
@@ -75,6 +99,7 @@ class Scopes:
         self._local = _Local()
         self._warned: set[str] = set()
         self.on_forward: Callable[[Scope], None] = lambda scope: None
+        self.regions: Regions | None = None
 
     def enter(self, module: nn.Module, path: str, inputs: Any, frame: FrameType) -> None:
         """A module is about to run; the outermost one opens a scope [2]."""
@@ -87,12 +112,16 @@ class Scopes:
             local.scope.inputs = identity.storages(inputs)
             local.scope.calls.clear()
         local.stack.append((module, path, frame))
+        if self.regions is not None and local.scope is not None:
+            self.regions.enter(local.scope, module, inputs)
 
     def exit(self, module: nn.Module, output: Any) -> None:
         """A module has run, or raised (then ``output`` is None)."""
         local = self._local
-        if not any(entry[0] is module for entry in local.stack):
+        if not self.is_running(module):
             return
+        if self.regions is not None and local.scope is not None:
+            self.regions.exit(local.scope, module)
         while local.stack.pop()[0] is not module:
             pass
         if local.stack or local.scope is None:
@@ -107,6 +136,9 @@ class Scopes:
             self._close(scope)
         if output is not None:
             self.on_forward(scope)
+
+    def is_running(self, module: nn.Module) -> bool:
+        return any(entry[0] is module for entry in self._local.stack)
 
     def abandon(self) -> None:
         """Stop recording in this thread, in the middle of a forward if need be."""
@@ -172,7 +204,7 @@ class Scopes:
             )
             return False
         other = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if other is not None and getattr(other[0], "__module__", None) == "torch.utils.checkpoint":
+        if other is not None and getattr(other[0], "__module__", None) in _RUN_AGAIN:
             return False
         self._warn_nested(other)
         scope = self._local.scope = Scope()
