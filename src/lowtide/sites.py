@@ -92,23 +92,26 @@ class Sites:
         """Bring the bound up to date for another save of the site, and the plan if its codec makes plans."""
         due = self._is_due(site, memo.saves)
         moved = due or memo.moved or 0 in memo.bound.axes
+        grid = None
         if moved and memo.saves:
             assert not isinstance(memo.source, str), "a memo has its source once it was recalled"
-            memo.bound = memo.source.resolve(x, need)
+            measured = codec.measure(x, memo.source, need) if hasattr(codec, "measure") else None
+            memo.bound, grid = measured if measured is not None else (memo.source.resolve(x, need), None)
         elif memo.bound.value.device != x.device:  # from a checkpoint
             memo.bound = Bound(memo.bound.value.to(x.device), memo.bound.axes)
         memo.saves += 1
         if hasattr(codec, "plan"):
-            self._plan(memo, codec, x, due=due or memo.moved, moved=moved)
+            self._plan(memo, codec, x, due=due or memo.moved, moved=moved, grid=grid)
         memo.moved = False
 
-    def _plan(self, memo: Memo, codec: Any, x: Tensor, *, due: bool, moved: bool) -> None:
+    def _plan(self, memo: Memo, codec: Any, x: Tensor, *, due: bool, moved: bool, grid: Any) -> None:
         if memo.plan is None or (codec.keep_zeros and not memo.plan.zero_code):
             memo.plan = codec.plan(x, memo.bound, memo.zero_code)
             memo.zero_code = memo.plan.zero_code  # from now on: what values depend on changes with the bound alone
             return
         if moved:
-            memo.plan = dataclasses.replace(memo.plan, grid=codec.grid(x, memo.bound))
+            grid = grid if grid is not None else codec.grid(x, memo.bound)
+            memo.plan = dataclasses.replace(memo.plan, grid=grid)
         if memo.survey is not None:
             fitted = memo.survey.model(codec, memo, x.numel())
             if fitted is not None:

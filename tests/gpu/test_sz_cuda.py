@@ -83,15 +83,8 @@ def test_the_twin_of_a_device_is_in_cuda() -> None:
     assert not isinstance(kernels.twin(Sz(), CUDA, torch.float64), SzCuda)
 
 
-def is_raw(encoded: Encoded) -> Tensor:
-    """The elements of a payload of ``rans`` that lie in raw chunks, in memory order."""
-    size = encoded.meta["alphabet"]["rows"] * 128
-    raw = encoded.tensors["heads"][1::3] < 0
-    return raw.repeat_interleave(size)[: encoded.spec.numel]
-
-
 def check_rans(x: Tensor, bound: Bound, codec: Sz, what: str, *, seed: int = 5) -> tuple[Encoded, Plan]:
-    """Each reads what the other wrote; values differ in raw chunks alone, which are exact, and keep the bound."""
+    """Each reads what the other wrote; values are the same, whichever chunks are raw, and keep the bound."""
     twin = SzCuda(codec)
     plan = codec.plan(x, bound)
     got, expected = twin.encode(x, seed=seed, plan=plan), codec.encode(x, seed=seed, plan=plan)
@@ -102,9 +95,8 @@ def check_rans(x: Tensor, bound: Bound, codec: Sz, what: str, *, seed: int = 5) 
     values, plain = twin.decode(got), codec.decode(expected)
     assert_same_values(codec.decode(got), values, f"{what}: the codec reads the twin's")
     assert_same_values(twin.decode(expected), plain, f"{what}: the twin reads the codec's")
-    raw = is_raw(got) | is_raw(expected)
-    assert torch.equal(bits(values)[~raw], bits(plain)[~raw]), f"{what}: values"
-    assert torch.equal(bits(values)[is_raw(got)], bits(x)[is_raw(got)]), f"{what}: raw chunks"
+    both_zero = bits(values == 0).bool() & bits(plain == 0).bool()
+    assert bool(((bits(values) == bits(plain)) | both_zero).all()), f"{what}: values"
     if plan.zero_code:
         assert_same_values(twin.nonzero(got), (x != 0).to(x.dtype), f"{what}: nonzero")
     shape = [size if axis in bound.axes else 1 for axis, size in enumerate(x.shape)]
@@ -131,6 +123,9 @@ def rans_cases(dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Bound, Sz]]:
         yield f"channel of relu, {name}", y.relu().to(dtype), Bound(value, (1,)), Sz(coder="rans")
         rows = torch.rand(8, 24, dtype=torch.float64) + 0.3
         yield f"sample and channel, {name}", y.to(dtype), Bound(rows, (0, 1)), Sz(coder="rans")
+    for channels in (256, 2048, 2052):  # the last are more than a block keeps in shared memory
+        y = torch.randn(300, channels, device=CUDA) + torch.randn(channels, device=CUDA) * 3
+        yield f"{channels} channels", y.to(dtype), Bound(torch.rand(channels).double() + 0.3, (1,)), Sz(coder="rans")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -20,12 +20,13 @@ class Guarded:
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
-    def empty(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def empty(self, size: int | tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         guard = torch.tensor(_WORDS, dtype=torch.int32, device=device).view(torch.uint8)
-        nbytes = size * dtype.itemsize
+        shape = (size,) if isinstance(size, int) else size
+        nbytes = math.prod(shape) * dtype.itemsize
         whole = torch.cat([torch.full((nbytes,), 0xFF, dtype=torch.uint8, device=device), guard])
         self._guards.append(whole[nbytes:])
-        return whole[:nbytes].view(dtype)
+        return whole[:nbytes].view(dtype).view(shape)
 
     def empty_strided(
         self, shape: tuple[int, ...], stride: tuple[int, ...], *, dtype: torch.dtype, device: torch.device

@@ -7,9 +7,6 @@ And compiled by NVRTC for three generations of GPUs: what is spilled.
 from __future__ import annotations
 
 import math
-import os
-import re
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from guarded import Guarded
+from machine_code import requires_nvrtc, usage
 from same_payload import assert_same_payload, assert_same_values, bits
 from simt import Emulated, EmulatedFunction, requires_compiler
 from sz_cases import edges, mixture
@@ -43,7 +41,7 @@ def emulated(
 @pytest.fixture(autouse=True)
 def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_sz_cuda, "_function", emulated)
-    monkeypatch.setattr(_sz_cuda, "_stream", lambda device: 0)
+    monkeypatch.setattr(_sz_cuda, "current_stream", lambda device: 0)
     monkeypatch.setattr(_sz_cuda, "_processors", lambda device: 1)
 
 
@@ -81,9 +79,9 @@ def check(x: Tensor, codec: Sz, plan: Plan, *, seed: int = 3, masked: bool = Fal
         assert_same_values(values, plain, "values")
     else:
         assert got.meta == expected.meta
-        raw = is_raw(got) | is_raw(expected)
-        assert torch.equal(bits(values)[~raw], bits(plain)[~raw])
-        assert torch.equal(bits(values)[is_raw(got)], before[is_raw(got)])
+        differ = bits(values) != bits(plain)
+        both_zero = bits(values == 0).bool() & bits(plain == 0).bool()
+        assert not bool((differ & ~both_zero).any()), "values depend on the payload"
         assert not bool((is_raw(expected) & ~is_raw(got)).any()), "the twin codes for less than the codec"
     if masked and plan.zero_code:
         for payload in (got, expected):
@@ -140,6 +138,7 @@ INSTANCES = [
     Instance(F16, TENSOR, "rans", values=3),
     Instance(BF16, RUNS, "rans", values=1),
     Instance(F32, INNER, "rans", values=2),
+    Instance(BF16, INNER, "rans", values=3),
     Instance(F16, MIXED, "rans", "nearest", zeros=True, values=1),
     Instance(F32, ANY, "rans", "nearest", values=4),
     Instance(BF16, ANY, "rans", zeros=True, values=3),
@@ -148,7 +147,7 @@ INSTANCES = [
 LAYOUTS: dict[int, list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]] = {
     TENSOR: [((9001,), (0,), ())],
     RUNS: [((3, 5, 12, 50), (0, 1, 2, 3), (1,)), ((2, 9, 500), (0, 1, 2), (0, 1)), ((33, 300), (0, 1), (0,))],
-    INNER: [((6, 12, 11, 9), (0, 2, 3, 1), (1,)), ((700, 12), (0, 1), (1,))],
+    INNER: [((6, 12, 11, 9), (0, 2, 3, 1), (1,)), ((700, 12), (0, 1), (1,)), ((30, 320), (0, 1), (1,))],
     MIXED: [((6, 7, 13, 15), (0, 1, 2, 3), (1,)), ((6, 7, 13, 15), (0, 2, 3, 1), (1,)), ((81, 101), (0, 1), (0,))],
     ANY: [((500, 7, 3), (0, 1, 2), (1,)), ((3, 7, 13, 25), (0, 2, 3, 1), (0, 1)), ((4000, 2), (0, 1), (1,))],
 }
@@ -278,6 +277,36 @@ def test_models_that_do_not_fit(instance: Instance) -> None:
 
 
 @requires_compiler
+@pytest.mark.parametrize("channels", [_sz_jobs._MOST_STAGED, _sz_jobs._MOST_STAGED + 4])
+def test_more_channels_than_a_block_can_stage(channels: int) -> None:
+    codec, bound = Sz(coder="rans"), Bound(torch.rand(channels, dtype=torch.float64) + 0.5, (1,))
+    x = (torch.randn(9, channels) + torch.randn(channels) * 3).to(BF16)
+    found = _sz_jobs.entry_of(TensorSpec.of(x), bound.axes)
+    assert found is not None and found.kind == (INNER if channels == _sz_jobs._MOST_STAGED else MIXED)
+    plan = Instance(BF16, found.kind, "rans", values=3).plan(x, bound)
+    check(x, codec, plan)
+
+
+@requires_compiler
+@pytest.mark.parametrize("shape", [(1024, 12), (96, 128)], ids=["inner", "runs"])
+def test_codes_within_the_reach_are_no_escapes(shape: tuple[int, int]) -> None:
+    """Codes of 5 to 8 steps, of which centres (rows have none) leave some beyond what is sure at first sight: the very
+    payload of the codec, but for the order of its escapes, of which there are some."""
+    axes = (1,) if shape[1] == 12 else (0,)
+    bound = Bound(torch.full((shape[axes[0]],), 0.5, dtype=torch.float64), axes)
+    means = torch.tensor([0.0, 3.6, -3.6, 1.0] * 3) if axes == (1,) else torch.zeros(1)
+    x = (torch.randn(shape) * 1.8 + means).to(BF16)
+    instance = Instance(BF16, INNER if axes == (1,) else RUNS, "rans", values=2)
+    plan = instance.plan(x, bound)
+    assert (plan.grid.centre is not None) == (axes == (1,))
+    got, expected = check(x, instance.codec, plan), instance.codec.encode(x, seed=3, plan=plan)
+    assert torch.equal(got.tensors["heads"], expected.tensors["heads"])
+    assert int(expected.tensors["heads"][2::3].sum()) > 0
+    codes = instance.codec.codes(x, seed=3, plan=plan)
+    assert int((codes.abs() > 4).sum()) > 50
+
+
+@requires_compiler
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_more_escapes_than_a_warp_can_stage_make_a_raw_chunk(dtype: torch.dtype) -> None:
     """As many codes and values as are staged fit; one more of either does not, although the codec would still code the
@@ -402,9 +431,6 @@ def test_a_payload_that_lacks_a_part_is_refused() -> None:
 
 # Machine code
 
-requires_nvrtc = pytest.mark.skipif(
-    _nvrtc._nvrtc() is None, reason="NVRTC is not installed: pip install nvidia-cuda-nvrtc cuda-bindings"
-)
 # Kernel, dtype, kind, zero, dither, values, mask. All for one architecture, the first of each kernel for the others.
 COMPILED = [
     ("blocks_encode", "float", TENSOR, 0, True, 0, False),
@@ -414,20 +440,24 @@ COMPILED = [
     ("rans_encode", "Bfloat", TENSOR, 2, True, 4, False),
     ("rans_encode", "float", RUNS, 0, True, 3, False),
     ("rans_encode", "Half", INNER, 1, True, 2, False),
+    ("rans_encode", "Bfloat", INNER, 0, True, 3, False),
     ("rans_encode", "Bfloat", ANY, 1, True, 1, False),
     ("rans_decode", "Bfloat", TENSOR, 1, True, 4, False),
     ("rans_decode", "float", RUNS, 0, True, 2, False),
     ("rans_decode", "Half", INNER, 1, False, 3, False),
+    ("rans_decode", "Bfloat", INNER, 0, True, 3, False),
     ("rans_decode", "Bfloat", TENSOR, 1, True, 1, True),
 ]
 # Bytes that kernels held to few registers spill for now, at most: none but these do.
 SPILLED = {
     ("sm_80", "blocks_encode<float, 0, 0, true>"): 8,
-    ("sm_90", "blocks_encode<Bfloat, 1, 1, true>"): 72,
+    ("sm_80", "blocks_decode<Bfloat, 0, 1, true, false>"): 8,
+    ("sm_90", "blocks_encode<Bfloat, 1, 1, true>"): 56,
     ("sm_90", "blocks_decode<Bfloat, 0, 1, true, false>"): 8,
     ("sm_100", "blocks_encode<float, 0, 0, true>"): 24,
+    ("sm_100", "blocks_decode<Bfloat, 0, 1, true, false>"): 8,
 }
-REGISTERS = {"blocks_encode": 64, "blocks_decode": 80, "rans_encode": 64, "rans_decode": 48}
+REGISTERS = {"blocks_encode": 64, "blocks_decode": 48, "rans_encode": 64, "rans_decode": 48}
 
 
 def _compiled() -> Iterator[Any]:
@@ -435,18 +465,6 @@ def _compiled() -> Iterator[Any]:
     for arch in ("sm_80", "sm_90", "sm_100"):
         for instance in COMPILED if arch == "sm_90" else first.values():
             yield pytest.param(arch, instance, id=f"{arch}-{_sz_cuda.expression(*instance)}")
-
-
-def usage(cubin: bytes, folder: Path) -> dict[str, int]:
-    """Registers, stack and local memory of the kernel, by NVIDIA's tool; it comes with Triton."""
-    tools = pytest.importorskip("triton", reason="the tool that reads machine code comes with Triton").knobs.nvidia
-    path = folder / "inspected.cubin"
-    path.write_bytes(cubin)
-    command = [tools.cuobjdump.path, "--dump-resource-usage", str(path)]
-    report = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ).stdout
-    found = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", report)}
-    assert found.keys() == {"REG", "STACK", "SHARED", "LOCAL"}, report
-    return found
 
 
 @requires_nvrtc

@@ -138,6 +138,14 @@ def test_a_compile_error_has_the_log(source: str, expression: str, arch: str, me
 
 
 @requires_nvrtc
+def test_a_program_of_several_files_names_the_one_with_the_error() -> None:
+    program = Program.read("rows", "dtypes.cuh", "rows.cu")
+    lines = (Path(_nvrtc.__file__).parent / "rows.cu").read_text().count("\n")
+    with pytest.raises(LowtideError, match=rf"rows\.cu\({lines + 1}\): error"):
+        _nvrtc.compile(program.source + "int x = ;", "measure<float, 8>", "sm_90", program.name)
+
+
+@requires_nvrtc
 def test_a_second_process_compiles_nothing(builds: list[Any], folder: Path) -> None:
     first = compile_plain()
     assert [path.suffix for path in folder.iterdir()] == [".cubin"]

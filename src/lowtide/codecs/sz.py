@@ -25,6 +25,7 @@ _SLAB_CPU, _SLAB = 1 << 17, 1 << 24
 _ZERO_SHARE = 1 / 64  # above it, "exactly zero" gets a code of its own
 _PIECES, _PIECE = 192, rans.SAMPLE_ROWS * rans.ROW  # of a sample
 _ZERO = torch.iinfo(torch.int16).max  # stands for zero in a sample of codes
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST_BITS = 9.0  # a value; where rans would need more, its alphabet is too small
 
 
@@ -130,7 +131,8 @@ class Sz:
             return Encoded(self.name, self.version, spec, {"kind": "empty"})
         if plan.model is not None:
             q, zero, lost = _codes(flat, spec, plan, seed, 0, spec.numel)
-            return self.payload(spec, plan, seed, rans.write(q, zero, lost, flat, plan.model))
+            parts = rans.write(q, zero, lost, flat, plan.model, lambda: _restored(q, zero, spec, plan, seed))
+            return self.payload(spec, plan, seed, parts)
         streams = []
         for start, stop in _slabs(spec):
             q, zero, lost = _codes(flat[start:stop], spec, plan, seed, start, stop)
@@ -183,7 +185,7 @@ class Sz:
             assert zero is not None, "the payload has a code for zero"
             flat[start:stop] = ~zero
         reader.write_exact(flat)
-        return layout.restore((flat != 0).to(spec.dtype), spec)
+        return layout.restore(reader.nonzero(flat).to(spec.dtype), spec)
 
     def step(self, bound: Bound, spec: TensorSpec) -> Tensor:
         """The step that a bound leads to for tensors like ``spec``: the error's variance is step**2 / 12."""
@@ -231,6 +233,14 @@ def _codes(
     return torch.where(zero, 0, q), zero, lost & ~zero
 
 
+def _restored(q: Tensor, zero: Tensor | None, spec: TensorSpec, plan: Plan, seed: int) -> Tensor:
+    """What codes come back as; where zero has a code, another value that comes back as zero is minus zero."""
+    value = plan.grid.value(q, range(spec.numel), spec, seed)
+    if zero is None:
+        return value
+    return torch.where(zero, 0.0, torch.where(value == 0, -0.0, value))
+
+
 def _slabs(spec: TensorSpec) -> Iterator[tuple[int, int]]:
     size = _SLAB_CPU if spec.device.type == "cpu" else _SLAB
     for start in range(0, spec.numel, size):
@@ -262,6 +272,9 @@ class _Blocks:
     def write_exact(self, flat: Tensor) -> None:
         self._reader.write_exact(flat)
 
+    def nonzero(self, flat: Tensor) -> Tensor:
+        return flat != 0
+
 
 class _Rans:
     """Codes of a payload of coder ``rans``, all at once."""
@@ -281,3 +294,7 @@ class _Rans:
 
     def write_exact(self, flat: Tensor) -> None:
         rans.write_exact(self._parts, self._alphabet, flat)
+
+    def nonzero(self, flat: Tensor) -> Tensor:
+        """In raw chunks minus zero stands for a value that is not zero."""
+        return flat.view(_BITS[flat.dtype.itemsize]) != 0

@@ -31,7 +31,6 @@ from lowtide.coding import dither, layout
 from lowtide.records import Bound, TensorSpec
 
 MAX_CODE = 2046
-CENTRES = 4.0  # steps from zero that a centre of 16-bit values may lie
 _SMALLEST = 2.0**-100  # steps below are taken as zero: so s and every x' near a step are normal float32 numbers
 _MARGIN = {torch.float32: 2.0**-10, torch.float64: 2.0**-10, torch.float16: 2.0**-7, torch.bfloat16: 2.0**-4}
 _MARGIN_NEAREST = 2.0**-7  # on top: then X / 256 is rounded where X was rounded before
@@ -120,9 +119,13 @@ def reach(dtype: torch.dtype) -> int:
     return _REACH.get(dtype, -1)
 
 
+def farthest_centre(dtype: torch.dtype) -> int:
+    """In steps: few enough to be exact in bfloat16 and, for 16-bit dtypes, to leave codes within the reach."""
+    return 256 if dtype.itemsize > 2 else 4
+
+
 def _centre(mean: Tensor, step: Tensor, dtype: torch.dtype) -> Tensor:
-    """Whole steps, few enough to be exact in bfloat16 and, for 16-bit dtypes, to leave codes within the reach."""
-    most = 256.0 if dtype.itemsize > 2 else CENTRES
+    most = farthest_centre(dtype)
     centre = torch.round(mean.float() / step)
     return torch.where(centre.isfinite(), centre, 0.0).clamp(-most, most).to(torch.bfloat16)
 
@@ -131,15 +134,20 @@ def _pick(table: Tensor, entries: Tensor | None) -> Tensor:
     return table if entries is None else table[entries]
 
 
-def _step(value: Tensor, dtype: torch.dtype, rounding: str) -> Tensor:
-    """The step that serves each bound, exact in bfloat16; zero where no grid can keep the promise."""
+def scale(dtype: torch.dtype, rounding: str) -> tuple[float, float, float]:
+    """Steps are made for bounds up to the first number, by the second one; those below the third are zero."""
     margin = _MARGIN[dtype] + (0.0 if rounding == "dither" else _MARGIN_NEAREST)
     # So that no x' overflows: whatever lies near the largest number is out of range, or (float16) beyond the reach.
     largest = 2.0**11 if dtype == torch.float16 else 2.0**114
-    wanted = torch.where(value > 0, value, 0).clamp(max=largest) * (2 * (1 - margin))
+    return largest, 2 * (1 - margin), _SMALLEST_HALF if dtype == torch.float16 else _SMALLEST
+
+
+def _step(value: Tensor, dtype: torch.dtype, rounding: str) -> Tensor:
+    """The step that serves each bound, exact in bfloat16; zero where no grid can keep the promise."""
+    largest, factor, smallest = scale(dtype, rounding)
+    wanted = torch.where(value > 0, value, 0).clamp(max=largest) * factor
     bits = _down32(wanted).view(torch.int32) & -(1 << 16)
     step = bits.view(torch.float32)
-    smallest = _SMALLEST_HALF if dtype == torch.float16 else _SMALLEST
     return torch.where(step >= smallest, step, 0.0)
 
 

@@ -13,13 +13,14 @@ need a word take theirs in the order of the lanes, the last lane's nearest to th
 states of 2**15. A chunk is a run of 32-bit words: the 32 states that decoding starts from, the stream (two words in
 one, the first in the low half), then its escapes. Codes come first (position << 16 | code & 0xFFFF), then values that
 no code carries (``lowtide.coding.exact``), each kind in any order. "Exactly zero" as an escaped code is 4096. A chunk
-that would not be smaller than its raw values is those values instead. ``heads`` has three numbers a chunk: its first
-word, where the chunk before it ends; the length of its stream, or -1 if it is raw; and how many escapes of the one kind
-and, times 65536, of the other.
+that would not be smaller than raw values is raw: the values that it would come back as. ``heads`` has three numbers a
+chunk: its first word, where the chunk before it ends; the length of its stream, or -1 if it is raw; and how many
+escapes of the one kind and, times 65536, of the other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -171,8 +172,22 @@ def _sequences(values: Tensor) -> Tensor:
     return values.view(-1, SAMPLE_ROWS, LANES, 4).transpose(1, 2).reshape(-1, SAMPLE_ROWS * 4)
 
 
-def write(q: Tensor, zero: Tensor | None, lost: Tensor, values: Tensor, model: Model) -> dict[str, Tensor]:
-    """The payload parts of codes (int32), of which ``zero`` ones stand for zero and ``lost`` ones for no value."""
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def write(
+    q: Tensor,
+    zero: Tensor | None,
+    lost: Tensor,
+    values: Tensor,
+    model: Model,
+    restored: Callable[[], Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """The payload parts of codes (int32), of which ``zero`` ones stand for zero and ``lost`` ones for no value.
+
+    ``values`` are what codes were made of, and are stored where they are lost. ``restored()`` is what codes come back
+    as, for raw chunks to hold: whether a chunk is raw depends on the model, and what comes back must not.
+    """
     alphabet, count, device = model.alphabet, values.numel(), values.device
     chunk = alphabet.chunk
     missing = -count % chunk
@@ -213,7 +228,11 @@ def write(q: Tensor, zero: Tensor | None, lost: Tensor, values: Tensor, model: M
     rank = exact.ranks((outside & inside).view(-1, chunk).sum(1))
     words[base[owner] + after_stream[owner] + rank] = ((index % chunk) << 16 | q[index] & 0xFFFF).to(torch.int32)
     exact.write_escapes(words, base + after_stream + codes_in, lost & inside, values, chunk)
-    exact.write_raw(words, base, counts, raw, values, chunk)
+    if bool(raw.any()):
+        filled = values if restored is None else torch.cat([restored(), values.new_zeros(missing)])
+        bits = _BITS[values.dtype.itemsize]  # as integers: not every NaN survives a selection of floats
+        kept = torch.where(lost, values.view(bits), filled.view(bits)).view(values.dtype)
+        exact.write_raw(words, base, counts, raw, kept, chunk)
     escapes = torch.where(raw, 0, codes_in + (lost_in << 16))
     heads = torch.stack([base, torch.where(raw, -1, lengths), escapes], 1)
     return {"heads": _signed(heads.flatten()), "words": words, "freqs": model.freqs}

@@ -24,6 +24,7 @@ from contextlib import contextmanager, suppress
 from ctypes import addressof, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_void_p, sizeof
 from dataclasses import dataclass
 from functools import cache
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ import torch
 
 from lowtide.errors import LowtideError
 
-__all__ = ["Function", "Program", "available", "compile"]
+__all__ = ["Function", "Program", "available", "compile", "current_stream"]
 
 _OPTIONS = ("-std=c++17", "--fmad=false", "-default-device")
 
@@ -47,10 +48,17 @@ _ToBytes, _ToBuffer = c_char_p * 1, c_void_p * 1
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """CUDA C++ source of one file; kernels are templates, instantiated and compiled when first asked for."""
+    """CUDA C++ source; kernels are templates, instantiated and compiled when first asked for."""
 
     name: str
     source: str
+
+    @classmethod
+    def read(cls, name: str, *files: str) -> Program:
+        """From files that lie beside this one, in their order: nothing is included by a name that NVRTC has to find."""
+        folder = resources.files("lowtide.kernels")
+        texts = [f'#line 1 "{file}"\n{folder.joinpath(file).read_text(encoding="utf-8")}' for file in files]
+        return cls(name, "".join(texts))
 
     def function(self, expression: str, device: int) -> Function:
         """The kernel that ``expression`` names, such as ``encode<float, 4, true>``, loaded on ``device``."""
@@ -144,6 +152,11 @@ class Function:
 def available() -> bool:
     """Whether kernels can be compiled and launched here: torch for CUDA (not for ROCm), a device, and NVRTC."""
     return torch.version.hip is None and torch.cuda.is_available() and _nvrtc() is not None
+
+
+def current_stream(device: int) -> int:
+    """The raw stream that torch would launch on."""
+    return int(torch._C._cuda_getCurrentRawStream(device))
 
 
 def compile(source: str, expression: str, arch: str, name: str) -> tuple[bytes, str]:

@@ -12,23 +12,25 @@ import struct
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from importlib import resources
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from lowtide.bounds import BoundSource
 from lowtide.codecs.sz import Plan, Sz
 from lowtide.coding import dither, layout
 from lowtide.coding.grid import Grid
-from lowtide.kernels import _nvrtc, _tickets
+from lowtide.kernels import _nvrtc, _rows, _tickets
+from lowtide.kernels._nvrtc import current_stream
 from lowtide.kernels._sz_jobs import ROUND, TYPES, WARPS, Decoding, Encoding, decoding_of, encoding_of
 from lowtide.kernels._sz_twin import SzTwin
-from lowtide.records import Bound, Encoded, TensorSpec
+from lowtide.records import Bound, Encoded, Need, TensorSpec
 
-PROGRAM = _nvrtc.Program("sz", resources.files("lowtide.kernels").joinpath("sz.cu").read_text())
+PROGRAM = _nvrtc.Program.read("sz", "dtypes.cuh", "sz.cu")
 
-_ARGS = struct.Struct("<12Q2Q4I2I4i6I")
+_ARGS = struct.Struct("<12Q2Q4I2I4if5Ii6I4x")
+_NO_DIGITS = (0.0, 0, 0, 0, 0, 0, 0)
 _SLOTS, _SLOT_NBYTES = 256, 8192  # where chunks that outgrow their stages go on
 _SLACK = 1 / 32  # of room beyond the last payload of the same place
 _SMALL = 1 << 15  # values; below, the heads of rans outweigh its gain
@@ -52,6 +54,10 @@ class SzCuda(SzTwin):
     ) -> Plan:
         plan = SzTwin.fit(self, grid, sample, count, zero_code, before)
         return replace(plan, model=None) if count < _SMALL else plan
+
+    def measure(self, x: Tensor, source: BoundSource, need: Need) -> tuple[Bound, Grid] | None:
+        """What ``source`` says of ``x``, and the grid it leads to, in one launch; None where that does not reach."""
+        return _rows.measure(x, source, need.axes(x.dim()), self.codec.rounding)
 
     def encode(
         self,
@@ -96,14 +102,14 @@ class SzCuda(SzTwin):
         buffer = torch.empty(job.words_from + capacity, dtype=torch.int32, device=x.device)
         heads_at = buffer.data_ptr()
         headers_at, words_at = heads_at + 4 * job.headers_from, heads_at + 4 * job.words_from
-        stream = _stream(index)
+        stream = current_stream(index)
         low, high = _keys(seed)
         work, spill, epoch = _workspace(x.device, stream, job.blocks)
         inverse_at, promised_at, step_at, centre_at, freqs_at = ready.tables
         arguments = _ARGS.pack(
             x.data_ptr(), inverse_at, promised_at, step_at, centre_at, freqs_at, words_at, heads_at, headers_at, work,
             ticket.data_ptr(), spill, job.numel, capacity, job.chunks, low, high, epoch, *job.sizes, _SLOTS,
-            *job.where.numbers,
+            *job.digits, *job.where.numbers,
         )  # fmt: skip
         ready.function.launch(job.blocks, WARPS * 32, job.shared, arguments, stream)
         encoded = Encoded(
@@ -129,10 +135,11 @@ class SzCuda(SzTwin):
         arguments = _ARGS.pack(
             x.data_ptr(), 0, 0, hint.step_at, hint.centre_at, hint.freqs_at, hint.words_at, hint.heads_at,
             hint.headers_at, 0, 0, 0, job.numel, hint.words, job.chunks, hint.low, hint.high, 0, *job.sizes, 0,
-            *job.where.numbers,
+            *_NO_DIGITS, *job.where.numbers,
         )  # fmt: skip
         function = _function(job.kernel, index, *job.template, values=job.values, mask=mask)
-        function.launch(min(job.blocks, _processors(index) * 8), WARPS * 32, 0, arguments, _stream(index))
+        shared = 0 if mask else job.shared
+        function.launch(min(job.blocks, _processors(index) * 8), WARPS * 32, shared, arguments, current_stream(index))
         return x
 
 
@@ -316,10 +323,6 @@ def _workspace(device: torch.device, stream: int, grid: int) -> tuple[int, int, 
         if space is None:
             space = _WORKSPACES[(device, stream)] = _Workspace(device)
         return space.next(grid)
-
-
-def _stream(device: int) -> int:
-    return int(torch._C._cuda_getCurrentRawStream(device))
 
 
 _PROCESSORS: dict[int, int] = {}

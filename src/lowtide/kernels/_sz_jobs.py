@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from lowtide.codecs.sz import Plan, Sz
-from lowtide.coding import blocks, exact, layout, rans
+from lowtide.coding import blocks, exact, grid, layout, rans
 from lowtide.records import TensorSpec
 
 TYPES = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "Bfloat"}
@@ -17,6 +17,8 @@ WARPS = 8  # of a block, a chunk each
 CODES, EXACTS = 512, 64  # escapes that a warp can stage, as in sz.cu
 ROUND = {4: 4, 3: 3, 2: 2, 1: 1}  # rows that the rans kernels work on at a time
 _TENSOR, _RUNS, _INNER, _MIXED, _ANY = range(5)
+_MOST_STAGED = 2048  # channels that a block keeps two numbers each of in shared memory
+_ROUNDING, _ORIGIN = 0x4B400000, 1.5 * 2**23  # the bits of a float, and the float
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ class Encoding:
     most: int  # words that suffice whatever the values
     shared: int
     sizes: tuple[int, int, int, int, int]  # rows, stage, size, first, fill
+    digits: tuple[float, int, int, int, int, int, int]  # origin, lowest, beyond, three pairs, room
     where: Where
     meta: Mapping[str, Any]
     headers_from: int = field(init=False)  # where in a payload's buffer, in 32-bit words, they begin: after the heads
@@ -51,19 +54,21 @@ class Encoding:
         zero = int(plan.zero_code) * (2 if model is not None and model.alphabet.low == 0 else 1)
         template = (TYPES[spec.dtype], where.kind, zero, codec.rounding == "dither")
         meta, most = codec.payload(spec, plan, 0, {}).meta, _most(spec, plan)
+        room = grid.reach(spec.dtype) - (grid.farthest_centre(spec.dtype) if plan.grid.centre is not None else 0)
         if model is None:
             chunks = -(-spec.numel // blocks.CHUNK)
             return cls(
                 "blocks_encode", template, 0, spec.numel, chunks, -(-chunks // WARPS), chunks + 1,
-                chunks * blocks.HEADER_NBYTES, most, 0, (0, 0, 0, 0, 0), where, meta,
+                chunks * blocks.HEADER_NBYTES, most, where.shared, (0, 0, 0, 0, 0), (0, 0, 0, 0, 0, 0, room), where,
+                meta,
             )  # fmt: skip
         alphabet, stage = model.alphabet, stage_of(model)
         chunks = -(-spec.numel // alphabet.chunk)
-        shared = WARPS * 4 * (stage // 2 + CODES + EXACTS * exact.escape_words(spec.dtype))
+        shared = where.shared + WARPS * 4 * (stage // 2 + CODES + EXACTS * exact.escape_words(spec.dtype))
         sizes = (alphabet.rows, stage, alphabet.size, alphabet.low, alphabet.fill)
         return cls(
             "rans_encode", template, alphabet.values, spec.numel, chunks, -(-chunks // WARPS), 3 * chunks, 0, most,
-            shared, sizes, where, meta,
+            shared, sizes, _digits(alphabet, room, codec.rounding), where, meta,
         )  # fmt: skip
 
 
@@ -80,6 +85,7 @@ class Decoding:
     heads: int
     headers: int
     symbols: int
+    shared: int
     sizes: tuple[int, int, int, int, int]
     where: Where
 
@@ -93,21 +99,21 @@ class Decoding:
             chunks = -(-spec.numel // blocks.CHUNK)
             return cls(
                 "blocks_decode", template, 0, spec.numel, chunks, -(-chunks // WARPS), chunks + 1,
-                chunks * blocks.HEADER_NBYTES, 0, (0, 0, 0, 0, 0), where,
+                chunks * blocks.HEADER_NBYTES, 0, where.shared, (0, 0, 0, 0, 0), where,
             )  # fmt: skip
         alphabet = meta["alphabet"]
         rows, size, values = alphabet["rows"], alphabet["size"], alphabet["values"]
         chunks = -(-spec.numel // (rows * rans.ROW))
         return cls(
             "rans_decode", template, values, spec.numel, chunks, -(-chunks // WARPS), 3 * chunks, 0, size**values,
-            (rows, 0, size, alphabet["low"], 0), where,
+            where.shared, (rows, 0, size, alphabet["low"], 0), where,
         )  # fmt: skip
 
 
 def encoding_of(codec: Sz, spec: TensorSpec, plan: Plan) -> Encoding | None:
     """What does not change between two tensors of the same place; None where the kernels do not reach."""
     model = plan.model
-    like = (spec.shape, spec.stride, spec.dtype, plan.grid.axes)
+    like = (spec.shape, spec.stride, spec.dtype, plan.grid.axes, plan.grid.centre is not None)
     how = (model.alphabet, model.bits) if model is not None else None
     return _remember(_ENCODINGS, (like, plan.zero_code, how, codec), lambda: Encoding.of(codec, spec, plan))
 
@@ -142,6 +148,11 @@ class Where:
     kind: int
     numbers: tuple[int, ...]
 
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory for what a block keeps of every channel."""
+        return 8 * self.numbers[1] if self.kind == _INNER else 0
+
 
 _ENTRIES: dict[Any, Where | None] = {}
 
@@ -164,7 +175,7 @@ def _find_entry(spec: TensorSpec, axes: tuple[int, ...]) -> Where | None:
     assert times == 1, "a single term counts by one"
     if divide % 4 == 0:
         kind = _RUNS
-    elif divide == 1 and modulo % 4 == 0:
+    elif divide == 1 and modulo % 4 == 0 and modulo <= _MOST_STAGED:
         kind = _INNER
     elif divide >= 4 or (divide == 1 and modulo >= 4):
         kind = _MIXED
@@ -179,6 +190,19 @@ def stage_of(model: rans.Model) -> int:
     worst = alphabet.rows * rans.ROW // alphabet.values
     wanted = int(model.bits * alphabet.chunk / 16 * 1.25) + 160
     return min(worst, wanted) // 2 * 2 + 32 * (4 * ROUND[alphabet.values] // alphabet.values)
+
+
+def _digits(alphabet: rans.Alphabet, room: int, rounding: str) -> tuple[float, int, int, int, int, int, int]:
+    """What the rans encoders compare and add, as constants: see ``Args`` in sz.cu."""
+    first = alphabet.low - alphabet.zero  # the code of digit 0, if it had one
+    least, most = max(alphabet.low, -room), min(first + alphabet.size - 1, room)
+    lowest = _ROUNDING + 256 * (least - first)
+    powers = [16 * alphabet.size**k for k in range(alphabet.values)] + [0] * (4 - alphabet.values)
+    pairs = [powers[k] | powers[k + 1] << 16 for k in range(3)]
+    return (
+        _ORIGIN - 256 * first + (0 if rounding == "dither" else 128), lowest,
+        max(_ROUNDING + 256 * (most - first + 1), lowest), pairs[0], pairs[1], pairs[2], room,
+    )  # fmt: skip
 
 
 def _most(spec: TensorSpec, plan: Plan) -> int:

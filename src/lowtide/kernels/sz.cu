@@ -5,11 +5,6 @@
 // decoupled look-back over the blocks of the grid: the bytes do not depend on the order in which blocks run. Nothing is
 // written past `capacity` words, and `status` (in pinned memory of the host) receives the number of words needed.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
 // As packed by lowtide/kernels/_sz_cuda.py.
 struct Args {
   void* x;               // raw values: read by the encoders, written by the decoders
@@ -29,11 +24,12 @@ struct Args {
   u32 chunks, low, high, epoch;
   u32 rows, stage;       // of a chunk; 16-bit words that a warp can stage
   int size, first, fill, slots;
+  float origin;          // rans encoders: x * inverse + origin is the sum that a digit is read from, and sums from
+  u32 lowest, beyond;    // `lowest` on and before `beyond` give digits that are sure
+  u32 pairs[3];          // rans encoders: 16 * size ** k, and in the upper half 16 * size ** (k + 1)
+  int room;              // encoders: codes that keep their promise whatever their centre
   u32 divide, modulo, times, divide2, modulo2, times2;
 };
-
-struct Half { u16 bits; };
-struct Bfloat { u16 bits; };
 
 // ---- dtypes ------------------------------------------------------------------------------------------------------
 
@@ -41,35 +37,6 @@ template <typename T> struct Type;
 template <> struct Type<float> { static constexpr int reach = 2046, escape = 2; };
 template <> struct Type<Half> { static constexpr int reach = 7, escape = 1; };
 template <> struct Type<Bfloat> { static constexpr int reach = 8, escape = 1; };
-
-__device__ __forceinline__ float widen(float x) { return x; }
-__device__ __forceinline__ float widen(Bfloat x) { return __uint_as_float((u32)x.bits << 16); }
-__device__ __forceinline__ float widen(Half x) {
-#ifdef __CUDA_ARCH__
-  float y;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
-  return y;
-#else
-  return simt_half_to_float(x.bits);
-#endif
-}
-
-__device__ __forceinline__ void narrow(float x, float* y) { *y = x; }
-__device__ __forceinline__ void narrow(float x, Bfloat* y) {
-#ifdef __CUDA_ARCH__
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y->bits) : "f"(x));
-#else
-  u32 b = __float_as_uint(x);
-  y->bits = (b & 0x7fffffff) > 0x7f800000 ? 0x7fff : (u16)((b + 0x7fff + ((b >> 16) & 1)) >> 16);
-#endif
-}
-__device__ __forceinline__ void narrow(float x, Half* y) {
-#ifdef __CUDA_ARCH__
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y->bits) : "f"(x));
-#else
-  y->bits = simt_float_to_half_rn(x);
-#endif
-}
 
 // Two 16-bit values in one word, the first in the low half.
 __device__ __forceinline__ u32 narrow2(float a, float b, Bfloat) {
@@ -118,8 +85,6 @@ template <typename T> struct Group {
   }
   __device__ __forceinline__ void store(void* x, u64 g) const { ((uint2*)x)[g] = v; }
 };
-
-__device__ __forceinline__ bool aligned(const void* x, int bytes) { return ((u64)x & (bytes - 1)) == 0; }
 
 // Group g. A chunk is WHOLE if it lies inside the tensor and at an address that vectors can be loaded from.
 template <bool WHOLE, typename T> __device__ __forceinline__ void load(Group<T>& group, const Args& a, u64 g) {
@@ -227,33 +192,48 @@ __device__ __forceinline__ u32 inverted_hash(u32 word, u32 low, u32 high) {
 // axis, its size a multiple of four. 3: runs of four or more, or the innermost axis of four or more. 4: anything.
 enum { TENSOR, RUNS, INNER, MIXED, ANY };
 
-// Codes are counted from a centre where a channel has a step of its own. Centres leave `room` of the reach.
+// Codes are counted from a centre where a channel has a step of its own.
 template <int ENTRY> struct Centred { static constexpr bool value = ENTRY != TENSOR; };
-template <typename T, int ENTRY> struct Room {
-  static constexpr int value = Type<T>::reach - (!Centred<ENTRY>::value ? 0 : sizeof(T) == 4 ? 256 : 4);
-};
 
-__device__ __forceinline__ u32 entry_of(const Args& a, u64 element) {
+template <int ENTRY> __device__ __forceinline__ u32 entry_of(const Args& a, u64 element) {
   u32 i = (u32)element;  // tensors have fewer than 2**32
-  return i / a.divide % a.modulo * a.times + i / a.divide2 % a.modulo2 * a.times2;
+  if (ENTRY == TENSOR) return 0;
+  if (ENTRY == INNER) return i % a.modulo;
+  u32 entry = i / a.divide % a.modulo;
+  return ENTRY == ANY ? entry * a.times + i / a.divide2 % a.modulo2 * a.times2 : entry;
 }
 
-// Walks the groups of one lane, a row (32 groups) at a time.
-template <int ENTRY> struct Walk {
+__device__ __forceinline__ float bfloat(u16 bits) { return __uint_as_float((u32)bits << 16); }
+template <int ENTRY> __device__ __forceinline__ float centre_of(const Args& a, u32 entry) {
+  return Centred<ENTRY>::value && a.centre ? bfloat(__ldg(a.centre + entry)) : 0.0f;
+}
+
+// For INNER a block keeps two numbers a channel in shared memory, ready for use: first all of the one kind, then all of
+// the other. Every row of 128 values meets other channels, and reads them again.
+template <int ENTRY> __device__ __forceinline__ u32 staged_words(const Args& a) {
+  return ENTRY == INNER ? 2 * a.modulo : 0;
+}
+
+// Walks the groups of one lane, a row (32 groups) at a time: on, or back with STEP -1. For INNER, `entry` is a place in a
+// staged table, in bytes.
+template <int ENTRY, int STEP = 1> struct Walk {
   u32 entry, rest, over, left;
   u64 group;
   __device__ __forceinline__ void begin(const Args& a, u64 g) {
     group = g;
     if (ENTRY == TENSOR || ENTRY == ANY) return;
-    u32 i = (u32)(4 * g);
-    entry = i / a.divide % a.modulo;
-    rest = i % a.divide;
-    over = 128 / a.divide % a.modulo;
-    left = 128 % a.divide;
+    u32 i = (u32)(4 * g), all = ENTRY == INNER ? a.modulo : a.divide * a.modulo;
+    u32 by = STEP > 0 ? 128 % all : all - 128 % all;  // back is on to the same entry
+    if (ENTRY == INNER) {
+      entry = i % a.modulo * 4, over = by % a.modulo * 4;
+      return;
+    }
+    entry = i / a.divide % a.modulo, rest = i % a.divide;
+    over = by / a.divide % a.modulo, left = by % a.divide;
   }
   // What wraps around below zero is larger than what does not: the smaller of both is the one wanted.
   __device__ __forceinline__ void next(const Args& a) {
-    group += 32;
+    group += 32 * STEP;
     if (ENTRY == TENSOR || ENTRY == ANY) return;
     entry += over;
     if (ENTRY != INNER) {
@@ -261,71 +241,61 @@ template <int ENTRY> struct Walk {
       entry += rest >= a.divide;
       rest = min(rest, rest - a.divide);
     }
-    entry = min(entry, entry - a.modulo);
+    entry = min(entry, entry - entries(a));
   }
-  __device__ __forceinline__ void back(const Args& a) {
-    group -= 32;
-    if (ENTRY == TENSOR || ENTRY == ANY) return;
-    entry -= over;
-    if (ENTRY != INNER) {
-      entry -= rest < left;
-      rest -= left;
-      rest = min(rest, rest + a.divide);
-    }
-    entry = min(entry, entry + a.modulo);
-  }
+  __device__ __forceinline__ u32 entries(const Args& a) const { return ENTRY == INNER ? 4 * a.modulo : a.modulo; }
   __device__ __forceinline__ u32 of(const Args& a, int k) const {
     if (ENTRY == TENSOR) return 0;
     if (ENTRY == RUNS) return entry;
-    if (ENTRY == INNER) return entry + k;
-    if (ENTRY == ANY) return entry_of(a, 4 * group + k);
+    if (ENTRY == INNER) return entry / 4 + k;
+    if (ENTRY == ANY) return entry_of<ANY>(a, 4 * group + k);
     u32 e = entry + (a.divide == 1 ? k : rest + k >= a.divide);
     return e >= a.modulo ? e - a.modulo : e;
   }
-  __device__ __forceinline__ void read(const Args& a, const float* table, float* y) const {
-    if (ENTRY == TENSOR || ENTRY == RUNS) {
-      y[0] = y[1] = y[2] = y[3] = __ldg(table + of(a, 0));
-    } else if (ENTRY == INNER) {
-      float4 v = __ldg((const float4*)(table + entry));
-      y[0] = v.x, y[1] = v.y, y[2] = v.z, y[3] = v.w;
+  // The two numbers of each value of a group, by its entry or as they are staged.
+  template <typename F>
+  __device__ __forceinline__ void read(const Args& a, const float* staged, float* first, float* second, F find) const {
+    if (ENTRY == INNER) {
+      float4 v = *(const float4*)((const u8*)staged + entry), w = *(const float4*)((const u8*)(staged + a.modulo) + entry);
+      first[0] = v.x, first[1] = v.y, first[2] = v.z, first[3] = v.w;
+      second[0] = w.x, second[1] = w.y, second[2] = w.z, second[3] = w.w;
+    } else if (ENTRY == TENSOR || ENTRY == RUNS) {
+      float2 found = find(of(a, 0));
+      for (int k = 0; k < 4; ++k) first[k] = found.x, second[k] = found.y;
     } else {
       for (int k = 0; k < 4; ++k) {
-        bool there = ENTRY != ANY || 4 * group + k < a.count;
-        y[k] = there ? __ldg(table + of(a, k)) : 1.0f;
-      }
-    }
-  }
-  // `from` - 256 * centre
-  __device__ __forceinline__ void read_origins(const Args& a, float from, float* y) const {
-    y[0] = y[1] = y[2] = y[3] = from;
-    if (!Centred<ENTRY>::value || !a.centre) return;
-    if (ENTRY == RUNS) {
-      y[0] = y[1] = y[2] = y[3] = fmaf(__uint_as_float((u32)__ldg(a.centre + entry) << 16), -256.0f, from);
-    } else if (ENTRY == INNER) {
-      uint2 v = __ldg((const uint2*)(a.centre + entry));
-      y[0] = fmaf(__uint_as_float(v.x << 16), -256.0f, from);
-      y[1] = fmaf(__uint_as_float(v.x & 0xffff0000u), -256.0f, from);
-      y[2] = fmaf(__uint_as_float(v.y << 16), -256.0f, from);
-      y[3] = fmaf(__uint_as_float(v.y & 0xffff0000u), -256.0f, from);
-    } else {
-      for (int k = 0; k < 4; ++k) y[k] = fmaf(__uint_as_float((u32)__ldg(a.centre + of(a, k)) << 16), -256.0f, from);
-    }
-  }
-  __device__ __forceinline__ void read_units(const Args& a, float* y) const {  // step / 256
-    if (ENTRY == TENSOR || ENTRY == RUNS) {
-      y[0] = y[1] = y[2] = y[3] = __uint_as_float((u32)__ldg(a.step + of(a, 0)) << 16) * 0.00390625f;
-    } else if (ENTRY == INNER) {
-      uint2 v = __ldg((const uint2*)(a.step + entry));
-      y[0] = __uint_as_float(v.x << 16) * 0.00390625f, y[1] = __uint_as_float(v.x & 0xffff0000u) * 0.00390625f;
-      y[2] = __uint_as_float(v.y << 16) * 0.00390625f, y[3] = __uint_as_float(v.y & 0xffff0000u) * 0.00390625f;
-    } else {
-      for (int k = 0; k < 4; ++k) {
-        bool there = ENTRY != ANY || 4 * group + k < a.count;
-        y[k] = there ? __uint_as_float((u32)__ldg(a.step + of(a, k)) << 16) * 0.00390625f : 1.0f;
+        float2 found = find(of(a, k));
+        first[k] = found.x, second[k] = found.y;
       }
     }
   }
 };
+
+// How values become sums, by entry: the inverse of the step, and the origin, which is `from` without a centre.
+template <int ENTRY> struct Scales {
+  const Args& a;
+  float from;
+  __device__ __forceinline__ float2 operator()(u32 entry) const {
+    return make_float2(__ldg(a.inverse + entry), fmaf(centre_of<ENTRY>(a, entry), -256.0f, from));
+  }
+};
+// How sums become values: a step is `scale` units.
+template <int ENTRY> struct Units {
+  const Args& a;
+  float from, scale;
+  __device__ __forceinline__ float2 operator()(u32 entry) const {
+    return make_float2(bfloat(__ldg(a.step + entry)) / scale, fmaf(centre_of<ENTRY>(a, entry), -scale, from));
+  }
+};
+
+// Fills the staged table; all threads of a block, which must meet before they read it.
+template <int ENTRY, typename F> __device__ __forceinline__ void stage(const Args& a, float* staged, F find) {
+  if (ENTRY != INNER) return;
+  for (u32 entry = threadIdx.x; entry < a.modulo; entry += blockDim.x) {
+    float2 found = find(entry);
+    staged[entry] = found.x, staged[a.modulo + entry] = found.y;
+  }
+}
 
 template <bool DITHER> __device__ __forceinline__ u32 shift_of(u32 word, int k) {
   return DITHER ? permute(word, 0, 0x4440 + k) : 128u;
@@ -352,14 +322,10 @@ __device__ __forceinline__ bool keeps(const u16* step, const float* bound, float
   if (q < -2046 || q > 2046) return false;
   if (q >= -Type<T>::reach && q <= Type<T>::reach) return true;
   T rounded;
-  narrow(value_of<DITHER>(q, shift, __uint_as_float((u32)*step << 16) * 0.00390625f), &rounded);
+  narrow(value_of<DITHER>(q, shift, bfloat(*step) * 0.00390625f), &rounded);
   // Both have at most 11 bits and lie within a fraction of each other: the difference is exact.
   float error = widen(rounded) - x;
   return (error < 0 ? -error : error) <= *bound;
-}
-
-template <int ENTRY> __device__ __forceinline__ int centre_of(const Args& a, u32 entry) {
-  return Centred<ENTRY>::value && a.centre ? (int)__uint_as_float((u32)a.centre[entry] << 16) : 0;
 }
 
 template <typename T> __device__ __forceinline__ u32 raw_words(u64 count) {
@@ -390,9 +356,12 @@ template <typename T, bool MASK> __device__ void put_exact(const Args& a, u64 i,
   }
 }
 
-template <typename T, bool MASK> __device__ void read_raw(const Args& a, u64 start, u32 base, u32 valid, int lane) {
+// With RESTORED values only plus zero is zero.
+template <typename T, bool MASK, bool RESTORED>
+__device__ void read_raw(const Args& a, u64 start, u32 base, u32 valid, int lane) {
   for (u32 i = lane; i < valid; i += 32) {
     u32 bits = sizeof(T) == 4 ? a.words[base + i] : ((const u16*)(a.words + base))[i];
+    if (MASK && RESTORED) bits = bits != 0;
     put_exact<T, MASK>(a, start + i, bits);
   }
 }
@@ -408,24 +377,34 @@ __device__ void read_escapes(const Args& a, u64 start, const u32* list, u32 esca
 
 // ---- where chunks go ---------------------------------------------------------------------------------------------
 
-// The block's number in the order of starting.
-__device__ __forceinline__ u32 take_ticket(const Args& a) {
-  __shared__ u32 ticket;
-  if (threadIdx.x == 0) ticket = (u32)atomicAdd(a.work, 1ull);
+// What a block knows of its chunks' places. Its ticket is its number in the order of starting.
+struct Places {
+  u32 ticket, lengths[32], total, base;
+};
+__device__ __forceinline__ void take_ticket(const Args& a, Places& places) {
+  if (threadIdx.x == 0) places.ticket = (u32)atomicAdd(a.work, 1ull);
   __syncthreads();
-  return ticket;
+}
+
+// The chunk of a warp, if it has one (`valid` > 0). The ticket can be read again: nothing has to be kept meanwhile.
+struct Chunk {
+  u32 number, valid;
+  u64 start;
+};
+__device__ __forceinline__ Chunk chunk_of(const Args& a, const Places& places, int warp, u32 size) {
+  u32 number = places.ticket * 8 + warp;
+  u64 start = (u64)number * size;
+  return {number, number < a.chunks ? (u32)min(a.count - start, (u64)size) : 0, start};
 }
 
 // The first word of each warp's chunk, given its length. A block publishes its total, then adds up what the blocks
 // before it published until it meets one that knows its own place. `work` words: epoch, 1 total or 2 place, words.
 // There is time for other work between the two steps, while the blocks before catch up.
-struct Places {
-  u32 lengths[32], total, base;
-};
-__device__ void publish(const Args& a, Places& places, u32 ticket, u32 words, int warp, int lane) {
+__device__ void publish(const Args& a, Places& places, u32 words, int warp, int lane) {
   if (lane == 0) places.lengths[warp] = words;
   __syncthreads();
   if (warp) return;
+  u32 ticket = places.ticket;
   int warps = blockDim.x / 32;
   u32 mine = lane < warps ? places.lengths[lane] : 0, sum = mine;
   for (int o = 1; o < 32; o <<= 1) {
@@ -438,9 +417,10 @@ __device__ void publish(const Args& a, Places& places, u32 ticket, u32 words, in
   places.total = sum;
   *(volatile u64*)(a.work + 1 + ticket) = (u64)a.epoch << 34 | (ticket ? 1ull : 2ull) << 32 | sum;
 }
-__device__ u32 place_of(const Args& a, Places& places, u32 ticket, int warp, int lane) {
+__device__ u32 place_of(const Args& a, Places& places, int warp, int lane) {
   if (warp == 0) {
     __syncwarp();  // lane 31 has left the total
+    u32 ticket = places.ticket;
     volatile u64* state = a.work + 1;
     u64 tag = (u64)a.epoch << 34;
     u32 before = 0;
@@ -501,8 +481,40 @@ template <typename T, int ENTRY, bool DITHER>
 __device__ __forceinline__ int2 careful(const Args& a, u64 i, float x, u32 entry) {
   u32 shift = shift_of<DITHER>(DITHER ? hash((u32)(i >> 2), a.low, a.high) : 0, (int)(i & 3));
   int2 found = careful<T, DITHER>(x, a.inverse[entry], a.step + entry, a.bound + entry, shift);
-  found.x -= centre_of<ENTRY>(a, entry);
+  found.x -= (int)centre_of<ENTRY>(a, entry);
   return make_int2(found.x, found.y && found.x >= -2046 && found.x <= 2046);
+}
+
+// What element i comes back as, bit for bit: itself where no code carries it. Where zero has a code, another value that
+// comes back as zero is minus zero.
+template <typename T, int ENTRY, int ZERO, bool DITHER> __device__ __forceinline__ u32 restored(const Args& a, u64 i) {
+  T value = ((const T*)a.x)[i];
+  float x = widen(value);
+  if (ZERO && x == 0.0f) return 0;
+  u32 entry = entry_of<ENTRY>(a, i);
+  int2 found = careful<T, ENTRY, DITHER>(a, i, x, entry);
+  if (found.y) {
+    u32 shift = shift_of<DITHER>(DITHER ? hash((u32)(i >> 2), a.low, a.high) : 0, (int)(i & 3));
+    int q = found.x + (int)centre_of<ENTRY>(a, entry);
+    narrow(value_of<DITHER>(q, shift, bfloat(a.step[entry]) * 0.00390625f), &value);
+    if (ZERO && widen(value) == 0.0f) return sizeof(T) == 4 ? 0x80000000u : 0x8000u;
+  }
+  return sizeof(T) == 4 ? *(const u32*)&value : *(const u16*)&value;
+}
+
+// A chunk as it comes back, from element `start` on: whether it is stored so must not change values.
+template <typename T, int ENTRY, int ZERO, bool DITHER>
+__device__ void write_restored(const Args& a, u64 start, u32 base, u32 words, int lane) {
+  constexpr u32 N = 4 / sizeof(T);
+  for (u32 w = lane; w < words; w += 32) {
+    u32 word = 0;
+#pragma unroll 1
+    for (u32 k = 0; k < N; ++k) {
+      u64 i = start + N * w + k;
+      if (i < a.count) word |= restored<T, ENTRY, ZERO, DITHER>(a, i) << (16 * k);
+    }
+    a.words[base + w] = word;
+  }
 }
 
 // The sign bits of a group, or-ed together; a byte of ones for each value that is not zero, where all signs are clear.
@@ -522,23 +534,9 @@ template <> __device__ __forceinline__ u32 nonzero_bytes(const Group<float>& gro
   return permute(first, last, 0x5410);
 }
 
-// Values become digits by a multiply-add: the digit is byte 1 of the sum's bits plus the dither. `low` <= bits < `high`
-// holds where the digit is sure to be right: inside the alphabet and within the reach. ZERO: 0, zero has no code of its
-// own; 1, it has; 2, it has, and the alphabet begins with the code 0, so that values without a sign are not below it.
-struct Digits {
-  float origin;
-  u32 low, high;
-};
-template <typename T, int ENTRY, int ZERO, bool DITHER> __device__ __forceinline__ Digits digits_for(const Args& a) {
-  int first = a.first - (ZERO ? 1 : 0);  // the code of digit 0, if it had one
-  constexpr int room = Room<T, ENTRY>::value;
-  int least = max(a.first, -room), most = min(first + a.size - 1, room);
-  Digits digits;
-  digits.origin = 12582912.0f + (float)(-256 * first + (DITHER ? 0 : 128));
-  digits.low = (u32)(ROUNDING + 256 * (least - first));
-  digits.high = max((u32)(ROUNDING + 256 * (most - first + 1)), digits.low);
-  return digits;
-}
+// Values become digits by a multiply-add: the digit is byte 1 of the sum's bits plus the dither. `lowest` <= sum <
+// `beyond` holds where the digit is sure to be right: inside the alphabet and within the reach. ZERO: 0, zero has no code
+// of its own; 1, it has; 2, it has, and the alphabet begins with the code 0, so that values without a sign are not below.
 template <bool DITHER> __device__ __forceinline__ u32 sum_of(float origin, float x, float inverse, u32 word, int k) {
   u32 bits = __float_as_uint(fmaf(x, inverse, origin));
   return DITHER ? dot4(word, 1u << (8 * k), bits) : bits;
@@ -547,8 +545,7 @@ template <bool DITHER> __device__ __forceinline__ u32 sum_of(float origin, float
 // The digits of a group, a byte each, and the least and the largest of its sums.
 template <typename T, int ZERO, bool DITHER>
 __device__ __forceinline__ u32 digits_of(
-    const Digits& digits, const Group<T>& group, const float* inverse, const float* origin, u32 word, u32& least,
-    u32& most) {
+    u32 lowest, const Group<T>& group, const float* inverse, const float* origin, u32 word, u32& least, u32& most) {
   u32 sum[4], checked[4];
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
@@ -556,7 +553,7 @@ __device__ __forceinline__ u32 digits_of(
     sum[k] = checked[k] = sum_of<DITHER>(origin[k], x, inverse[k], word, k);
     if (ZERO == 1) {
       bool zero = x == 0.0f;
-      checked[k] = zero ? digits.low : checked[k];
+      checked[k] = zero ? lowest : checked[k];
       sum[k] = zero ? 0 : sum[k];
     }
   }
@@ -566,23 +563,28 @@ __device__ __forceinline__ u32 digits_of(
   return ZERO == 2 ? packed & nonzero_bytes(group) : packed;
 }
 
-// Which values of group g have no digit that is sure. The group is read again: nothing of it has to be kept for this.
+// Which values of group g have no digit that is sure, now that their centres are looked at. The group is read again:
+// nothing of it has to be kept for this.
 template <typename T, int ENTRY, int ZERO, bool DITHER, bool WHOLE>
-__device__ __forceinline__ u32 doubtful(const Args& a, const Digits& digits, u32 g) {
+__device__ __forceinline__ u32 doubtful(const Args& a, u32 g) {
   Group<T> group;
   load<WHOLE>(group, a, g);
-  float inverse[4], origin[4];
   Walk<ENTRY> walk;
   walk.begin(a, g);
-  walk.read(a, a.inverse, inverse);
-  walk.read_origins(a, digits.origin, origin);
+  const int first = a.first - (ZERO ? 1 : 0);
   u32 word = DITHER ? hash(g, a.low, a.high) : 0, found = 0;
   bool all = ZERO == 2 && signs_of(group);  // then zeros are not known either
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
-    u32 sum = sum_of<DITHER>(origin[k], group.at(k), inverse[k], word, k);
-    bool sure = (sum >= digits.low && sum < digits.high) || (ZERO && group.at(k) == 0.0f);
-    if (all || !sure) found |= 1u << k;
+    u32 entry = walk.of(a, k);
+    float2 scale = Scales<ENTRY>{a, a.origin}(entry);
+    u32 sum = sum_of<DITHER>(scale.y, group.at(k), scale.x, word, k);
+    bool sure = sum >= a.lowest && sum < a.beyond;
+    if (Centred<ENTRY>::value) {
+      int digit = (int)(sum - ROUNDING) >> 8, q = digit + first + (int)centre_of<ENTRY>(a, entry);
+      sure = digit >= a.first - first && digit < a.size && q >= -Type<T>::reach && q <= Type<T>::reach;
+    }
+    if (all || !(sure || (ZERO && group.at(k) == 0.0f))) found |= 1u << k;
   }
   return found;
 }
@@ -637,6 +639,9 @@ __device__ __forceinline__ u32 kept(u32 x) {
   return x;
 }
 
+// The same for one that all lanes share.
+__device__ __forceinline__ u32 held(u32 x) { return __shfl_sync(~0u, x, 0); }
+
 // What a warp has staged of its chunk: the stream's end, how much of it went to a slot before, and escapes.
 struct Staged {
   u16* stream;
@@ -662,7 +667,7 @@ __device__ __forceinline__ u32 mend(const Args& a, u64 start, u32 g, u32 todo, u
     if (there) {
       value = ((const T*)a.x)[i];
       float x = widen(value);
-      int2 found = careful<T, ENTRY, DITHER>(a, i, x, ENTRY == TENSOR ? 0 : entry_of(a, i));
+      int2 found = careful<T, ENTRY, DITHER>(a, i, x, entry_of<ENTRY>(a, i));
       bool zero = ZERO && x == 0.0f, inside = zero || (found.x >= a.first && found.x < first + a.size);
       q = zero ? 4096 : found.x;
       is_exact = !zero && !found.y;
@@ -718,43 +723,44 @@ __device__ __forceinline__ bool spill(const Args& a, Staged& out, int lane) {
   return true;
 }
 
-// Byte offsets of the symbols' entries: digit n of the rows counts 16 * size ** (n % V).
+// Where in the table, which begins at `address`, the symbols of some rows are: digit n counts 16 * size ** (n % V).
 template <int V, int ROWS>
-__device__ __forceinline__ void symbols_of(const u32* packed, const u32* powers, u32* offsets) {
+__device__ __forceinline__ void symbols_of(const u32* packed, const u32* pairs, u32 address, u32* places) {
 #pragma unroll
-  for (int t = 0; t < 4 * ROWS / V; ++t) offsets[t] = 0;
+  for (int t = 0; t < 4 * ROWS / V; ++t) places[t] = address;
 #pragma unroll
   for (int n = 0; n < 4 * ROWS; n += 2) {
     int t = n / V, next = (n + 1) / V;
-    u32 word = packed[n / 4], first = powers[n % V], second = powers[(n + 1) % V] << 16;
-    if (t == next) {
-      offsets[t] = dot2(first | second, word, n % 4 != 0, offsets[t]);
-    } else {
-      offsets[t] = dot2(first, word, n % 4 != 0, offsets[t]);
-      offsets[next] = dot2(second, word, n % 4 != 0, offsets[next]);
-    }
+    places[t] = dot2(V == 1 ? 16 : pairs[n % V], packed[n / 4], n % 4 != 0, places[t]);
+    if (next != t) places[next] = dot2(16 << 16, packed[n / 4], n % 4 != 0, places[next]);
   }
+}
+__device__ __forceinline__ uint4 symbol_at(u32 place, const uint4* table) {
+#ifdef __CUDA_ARCH__
+  uint4 e;
+  asm("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(e.x), "=r"(e.y), "=r"(e.z), "=r"(e.w) : "r"(place));
+  return e;
+#else
+  return table[place / 16];
+#endif
 }
 
 // ROWS rows make a round: whole symbols for every V.
 template <typename T, int V, int ROWS, int ENTRY, int ZERO, bool DITHER, bool WHOLE>
-__device__ __forceinline__ void encode_chunk(const Args& a, u64 start, const uint4* table, Staged& out, int lane) {
+__device__ __forceinline__ void encode_chunk(
+    const Args& a, u64 start, const uint4* table, const float* staged, Staged& out, int lane) {
   constexpr int N = 4 * ROWS, S = N / V;
-  const u32 below = (1u << lane) - 1, begin = address_of(out.stream);
+  const u32 below = (1u << lane) - 1, begin = address_of(out.stream), symbols = kept(address_of(table));
   const u32 full = begin + 2 * a.stage - 64 * S;
-  const Digits digits = digits_for<T, ENTRY, ZERO, DITHER>(a);
-  u32 powers[V];
-  powers[0] = 16;
-#pragma unroll
-  for (int k = 1; k < V; ++k) powers[k] = powers[k - 1] * a.size;
+  const Scales<ENTRY> scales = {a, a.origin};
+  const u32 pairs[3] = {held(a.pairs[0]), held(a.pairs[1]), held(a.pairs[2])}, beyond = held(a.beyond);
   u32 s = 1u << 15, cursor = begin;
   int round = a.rows / ROWS - 1;
   u32 g = (u32)(start / 4) + lane + round * ROWS * 32;
-  Walk<ENTRY> walk;
+  Walk<ENTRY, -1> walk;
   walk.begin(a, g + (ROWS - 1) * 32);
   float inverse[4], origin[4];
-  if (ENTRY == TENSOR) walk.read(a, a.inverse, inverse);
-  walk.read_origins(a, digits.origin, origin);
+  if (ENTRY == TENSOR) walk.read(a, staged, inverse, origin, scales);
   Group<T> group[ROWS];
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) load<WHOLE>(group[r], a, (u64)g + r * 32);
@@ -770,38 +776,39 @@ __device__ __forceinline__ void encode_chunk(const Args& a, u64 start, const uin
     u32 packed[ROWS], most[ROWS], least[ROWS];
 #pragma unroll
     for (int r = ROWS - 1; r >= 0; --r) {
-      if (ENTRY != TENSOR) walk.read(a, a.inverse, inverse);
-      if (Centred<ENTRY>::value) walk.read_origins(a, digits.origin, origin);
+      if (ENTRY != TENSOR) walk.read(a, staged, inverse, origin, scales);
       u32 word = DITHER ? hash(g + r * 32, a.low, a.high) : 0;
-      packed[r] = digits_of<T, ZERO, DITHER>(digits, group[r], inverse, origin, word, least[r], most[r]);
+      packed[r] = digits_of<T, ZERO, DITHER>(a.lowest, group[r], inverse, origin, word, least[r], most[r]);
       if (ZERO == 2) most[r] |= signs_of(group[r]);  // far beyond `high`: 16-bit types reach few digits
-      if (ENTRY != TENSOR) walk.back(a);
+      if (ENTRY != TENSOR) walk.next(a);
     }
     if (round) {  // there is time until they are needed
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) load<WHOLE>(group[r], a, (u64)g + r * 32 - ROWS * 32);
     }
-    u32 escaped = 0;
-    bool bad = false;
+    u32 escaped = 0, largest = most[0], smallest = ZERO == 2 ? a.lowest : least[0];
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) bad |= most[r] >= digits.high || (ZERO != 2 && least[r] < digits.low);
-    if (__any_sync(~0u, bad)) {
+    for (int r = 1; r < ROWS; ++r) {
+      largest = max(largest, most[r]);
+      if (ZERO != 2) smallest = min(smallest, least[r]);
+    }
+    if (__any_sync(~0u, largest >= beyond || smallest < a.lowest)) {
       u32 rows = 0, todo = 0;
 #pragma unroll
       for (int r = 0; r < ROWS; ++r)
-        if (most[r] >= digits.high || (ZERO != 2 && least[r] < digits.low)) rows |= 1u << r;
+        if (most[r] >= beyond || (ZERO != 2 && least[r] < a.lowest)) rows |= 1u << r;
       for (; rows; rows &= rows - 1) {
         int r = __ffs(rows) - 1;
-        todo |= doubtful<T, ENTRY, ZERO, DITHER, WHOLE>(a, digits, g + r * 32) << (4 * r);
+        todo |= doubtful<T, ENTRY, ZERO, DITHER, WHOLE>(a, g + r * 32) << (4 * r);
       }
       escaped = mend<T, ROWS, ENTRY, ZERO, DITHER, WHOLE, false>(a, start, g, todo, packed, out, lane);
     }
-    u32 offsets[S], unused = 0;
-    symbols_of<V, ROWS>(packed, powers, offsets);
+    u32 places[S], unused = 0;
+    symbols_of<V, ROWS>(packed, pairs, symbols, places);
     uint4 e[S];
 #pragma unroll
     for (int t = 0; t < S; ++t) {
-      e[t] = *(const uint4*)((const u8*)table + offsets[t]);
+      e[t] = symbol_at(places[t], table);
       unused |= e[t].y;
     }
 #pragma unroll
@@ -844,8 +851,10 @@ template <typename T, int V, int ROWS, int ENTRY, int ZERO, bool DITHER>
 __global__ void __launch_bounds__(256, 4) rans_encode(const Args a) {
   __shared__ uint4 table[256];
   __shared__ Places places;
-  extern __shared__ u32 dynamic[];
+  extern __shared__ __align__(16) u32 dynamic[];
+  float* scales = (float*)dynamic;
   int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+  stage<ENTRY>(a, scales, Scales<ENTRY>{a, a.origin});
   {
     int symbols = 1, fill_symbol = 0;
     for (int k = 0; k < V; ++k) symbols *= a.size, fill_symbol = fill_symbol * a.size + a.fill;
@@ -858,34 +867,34 @@ __global__ void __launch_bounds__(256, 4) rans_encode(const Args a) {
       table[threadIdx.x] = fill;
     }
   }
-  u32 ticket = take_ticket(a);  // synchronises the block
-  u32* own = dynamic + warp * (a.stage / 2 + CODES + EXACTS * Type<T>::escape);
+  take_ticket(a, places);  // synchronises the block
+  u32* own = dynamic + staged_words<ENTRY>(a) + warp * (a.stage / 2 + CODES + EXACTS * Type<T>::escape);
   Staged staged = {(u16*)own, own + a.stage / 2, own + a.stage / 2 + CODES, 0, 0, 0, 0, 0, 0, false};
-  u32 chunk = ticket * 8 + warp;
-  u64 start = (u64)chunk * a.rows * 128;
-  u32 valid = chunk < a.chunks ? (u32)min(a.count - start, (u64)a.rows * 128) : 0;
+  Chunk chunk = chunk_of(a, places, warp, a.rows * 128);
   u32 words = 0;
-  if (valid) {
-    if (valid == a.rows * 128 && aligned(a.x, sizeof(T) * 4))
-      encode_chunk<T, V, ROWS, ENTRY, ZERO, DITHER, true>(a, start, table, staged, lane);
+  if (chunk.valid) {
+    if (chunk.valid == a.rows * 128 && aligned(a.x, sizeof(T) * 4))
+      encode_chunk<T, V, ROWS, ENTRY, ZERO, DITHER, true>(a, chunk.start, table, scales, staged, lane);
     else
-      encode_chunk<T, V, ROWS, ENTRY, ZERO, DITHER, false>(a, start, table, staged, lane);
+      encode_chunk<T, V, ROWS, ENTRY, ZERO, DITHER, false>(a, chunk.start, table, scales, staged, lane);
     words = 32 + (staged.spilled + staged.length + 1) / 2 + staged.coded + staged.lost * Type<T>::escape;
-    u32 as_raw = raw_words<T>(valid);
+    u32 as_raw = raw_words<T>(chunk_of(a, places, warp, a.rows * 128).valid);
     staged.raw |= staged.coded > CODES || staged.lost > EXACTS || words >= as_raw;
     if (staged.raw) words = as_raw;
   }
-  publish(a, places, ticket, words, warp, lane);
-  u32 base = place_of(a, places, ticket, warp, lane);
-  if (!valid) return;
+  publish(a, places, words, warp, lane);
+  u32 base = place_of(a, places, warp, lane);
+  chunk = chunk_of(a, places, warp, a.rows * 128);
+  if (!chunk.valid) return;
   if (lane == 0) {
-    a.heads[3 * chunk] = (int)base;
-    a.heads[3 * chunk + 1] = staged.raw ? -1 : (int)(staged.spilled + staged.length);
-    a.heads[3 * chunk + 2] = staged.raw ? 0 : (int)(staged.coded | staged.lost << 16);
+    int* head = a.heads + 3 * (u64)chunk.number;
+    head[0] = (int)base;
+    head[1] = staged.raw ? -1 : (int)(staged.spilled + staged.length);
+    head[2] = staged.raw ? 0 : (int)(staged.coded | staged.lost << 16);
   }
   if ((u64)base + words > a.capacity) return;
   if (staged.raw)
-    write_raw<T>(a, start, base, words, lane);
+    write_restored<T, ENTRY, ZERO, DITHER>(a, chunk.start, base, words, lane);
   else
     write_staged<T>(a, staged, base, lane);
 }
@@ -971,21 +980,37 @@ template <int V, int ZERO> __device__ __forceinline__ u32 unpacked(int symbol, i
   return packed;
 }
 
-// The float of bytes 0x4b, 0x4b, the digit of value n, 255 - dither: FLOATS + 256 * digit + 255 - dither.
-constexpr float FLOATS = 13303808.0f;
-template <int V> __device__ __forceinline__ float float_of(const u32* packed, u32 word, int n) {
-  u32 from = packed[n / V], selector = (n % V) << 4 | (4 + n % 4);
-  if (V < 4) return __uint_as_float(permute(from, word, 0x3300 | selector));
-  return __uint_as_float(dot2(0x01000001u, permute(from, word, selector), false, 0x4b4b0000u));
-}
+// A digit and 255 - dither become a float by their bytes alone: BASE + SCALE * digit + SCALE / 256 * (255 - dither). Two or
+// three digits leave a byte of a symbol for the exponent and take the float's upper bits: then there are halves of a 256th
+// of a step, and a difference and a product make a value. Marks of digits that do not mean zero are part of the base.
+template <int V, int ZERO> struct Floats {
+  static constexpr bool FINE = V == 2 || V == 3;
+  static constexpr float SCALE = !FINE ? 256.0f : ZERO ? 131072.0f : 65536.0f;
+  static constexpr float BASE = FINE ? (ZERO ? 16777216.0f : 8388608.0f) : 13303808.0f + (ZERO && V > 1 ? 32768.0f : 0.0f);
+
+  static __device__ __forceinline__ float of(const u32* packed, u32 word, int n) {
+    u32 from = packed[n / V], digit = n % V, dither = 4 + n % 4;
+    if (FINE) return __uint_as_float(permute(from, word, 0x300b | digit << 8 | dither << 4));
+    if (V == 1) return __uint_as_float(permute(from, word, 0x3300 | digit << 4 | dither));
+    return __uint_as_float(dot2(0x01000001u, permute(from, word, digit << 4 | dither), false, 0x4b4b0000u));
+  }
+  // What the float of a value's code has to be reduced by, if its centre is zero.
+  template <bool DITHER> static __device__ __forceinline__ float origin(const Args& a) {
+    float offset = FINE ? (DITHER ? SCALE * (127.5f / 256.0f) : 0.0f) : (DITHER ? 255.0f : 128.0f);
+    return BASE + offset + SCALE * (float)((ZERO ? 1 : 0) - a.first);
+  }
+  template <bool DITHER> static __device__ __forceinline__ float value(float reduced, float unit) {
+    return FINE ? reduced * unit : fmaf(reduced, unit, unit * (DITHER ? 127.5f : 128.0f));
+  }
+};
 
 template <typename T, int V, int ROWS, int ENTRY, int ZERO, bool DITHER, bool MASK, bool WHOLE>
 __device__ __forceinline__ void decode_chunk(
-    const Args& a, u64 start, u32 base, int length, const uint2* slots, u32* ring, int lane) {
+    const Args& a, u64 start, u32 base, int length, const uint2* slots, const float* staged, u32* ring, int lane) {
   constexpr int N = 4 * ROWS, S = N / V;
+  using Float = Floats<V, ZERO>;
   const u32 upward = kept(~0u << lane), address = kept(address_of(ring)), table = kept(address_of(slots));
-  const int bias = (ZERO ? 1 : 0) - a.first;
-  const float origin = FLOATS + (float)(256 * bias + (DITHER ? 255 : 128) + (ZERO && V > 1 ? 32768 : 0));
+  const Units<ENTRY> units = {a, Float::template origin<DITHER>(a), Float::SCALE};
   const int rounds = a.rows / ROWS;
   u32 s = a.words[base + lane], left = 2 * length;
   Window window;
@@ -993,9 +1018,8 @@ __device__ __forceinline__ void decode_chunk(
   u32 g = (u32)(start / 4) + lane;
   Walk<ENTRY> walk;
   walk.begin(a, g);
-  float unit[4], origins[4];
-  if (ENTRY == TENSOR && !MASK) walk.read_units(a, unit);
-  if (!MASK) walk.read_origins(a, origin, origins);
+  float unit[4], origin[4];
+  if (ENTRY == TENSOR && !MASK) walk.read(a, staged, unit, origin, units);
   for (int round = 0; round < rounds; ++round) {
     if (window.fill && (int)left < 2 * window.fill + 64 * S) window.slide(lane);
     u32 packed[S];
@@ -1009,14 +1033,11 @@ __device__ __forceinline__ void decode_chunk(
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       float y[4];
-      if (ENTRY != TENSOR && !MASK) walk.read_units(a, unit);
-      if (Centred<ENTRY>::value && !MASK) walk.read_origins(a, origin, origins);
+      if (ENTRY != TENSOR && !MASK) walk.read(a, staged, unit, origin, units);
       u32 word = DITHER && !MASK ? inverted_hash(g + r * 32, a.low, a.high) : 0;
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        float m = float_of<V>(packed, word, 4 * r + k) - origins[k];
-        y[k] = MASK ? 1.0f : fmaf(m, unit[k], unit[k] * (DITHER ? 127.5f : 128.0f));
-      }
+      for (int k = 0; k < 4; ++k)
+        y[k] = MASK ? 1.0f : Float::template value<DITHER>(Float::of(packed, word, 4 * r + k) - origin[k], unit[k]);
       Group<T> group;
       group.set(y);
       if (ZERO) {
@@ -1037,7 +1058,10 @@ template <typename T, int V, int ROWS, int ENTRY, int ZERO, bool DITHER, bool MA
 __global__ void __launch_bounds__(256, 5) rans_decode(const Args a) {
   __shared__ __align__(1024) u32 rings[8][256];
   __shared__ uint2 slots[4096];  // share << 16 | slot - slots before, and the symbol's digits
+  extern __shared__ __align__(16) float staged[];
   int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+  using Float = Floats<V, ZERO>;
+  if (!MASK) stage<ENTRY>(a, staged, Units<ENTRY>{a, Float::template origin<DITHER>(a), Float::SCALE});
   {
     u32 *firsts = rings[0], *digits = rings[1];  // before they are rings
     int symbols = 1;
@@ -1059,13 +1083,15 @@ __global__ void __launch_bounds__(256, 5) rans_decode(const Args a) {
     int length = a.heads[3 * chunk + 1];
     u32 escapes = (u32)a.heads[3 * chunk + 2];
     if (length < 0) {
-      read_raw<T, MASK>(a, start, base, valid, lane);
+      read_raw<T, MASK, true>(a, start, base, valid, lane);
       continue;
     }
     if (valid == a.rows * 128 && aligned(a.x, sizeof(T) * 4))
-      decode_chunk<T, V, ROWS, ENTRY, ZERO, DITHER, MASK, true>(a, start, base, length, slots, rings[warp], lane);
+      decode_chunk<T, V, ROWS, ENTRY, ZERO, DITHER, MASK, true>(
+          a, start, base, length, slots, staged, rings[warp], lane);
     else
-      decode_chunk<T, V, ROWS, ENTRY, ZERO, DITHER, MASK, false>(a, start, base, length, slots, rings[warp], lane);
+      decode_chunk<T, V, ROWS, ENTRY, ZERO, DITHER, MASK, false>(
+          a, start, base, length, slots, staged, rings[warp], lane);
     if (escapes) {
       __syncwarp();
       const u32* list = a.words + base + 32 + (length + 1) / 2;
@@ -1075,10 +1101,10 @@ __global__ void __launch_bounds__(256, 5) rans_decode(const Args a) {
         int q = (int)(list[w] << 16) >> 16;
         float y = 1.0f;
         if (!MASK) {
-          u32 entry = ENTRY == TENSOR ? 0 : entry_of(a, i);
-          float unit = __uint_as_float((u32)a.step[entry] << 16) * 0.00390625f;
+          u32 entry = entry_of<ENTRY>(a, i);
+          float unit = bfloat(a.step[entry]) * 0.00390625f;
           u32 shift = shift_of<DITHER>(DITHER ? hash((u32)(i >> 2), a.low, a.high) : 0, (int)(i & 3));
-          y = value_of<DITHER>(q + centre_of<ENTRY>(a, entry), shift, unit);
+          y = value_of<DITHER>(q + (int)centre_of<ENTRY>(a, entry), shift, unit);
         }
         if (ZERO && q == 4096) y = 0.0f;
         narrow(y, (T*)a.x + i);
@@ -1148,28 +1174,32 @@ struct Block {
   u32 nibbles[4], signs, all;
 };
 
+// The sum of a code `middle` has this origin. With a centre there are signs.
+constexpr int MIDDLE = 128;
+template <bool DITHER> __device__ __forceinline__ constexpr float origin_of(int middle) {
+  return 12582912.0f + (float)(256 * middle + (DITHER ? 0 : 128));
+}
+
 // The block of a lane in a whole chunk, if all codes of the chunk are sure and have up to four bits. A byte for each
-// code, 128 more than it if there are signs; else, with a code for zero, one more.
+// code, MIDDLE more than it if there are signs; else, with a code for zero, one more.
 template <typename T, int ENTRY, int ZERO, bool DITHER, bool SIGNED>
 __device__ __forceinline__ bool quantise_narrow(
-    const Args& a, u64 start, const Group<T>* group, Block& block, int lane) {
-  constexpr int middle = SIGNED ? 128 : ZERO ? 1 : 0, reach = Room<T, ENTRY>::value < 14 ? Room<T, ENTRY>::value : 14;
-  constexpr int least_digit = middle - (SIGNED ? reach : 0), most_digit = middle + reach;
-  const Digits digits = {12582912.0f + (float)(256 * middle + (DITHER ? 0 : 128)),
-                         (u32)(ROUNDING + 256 * least_digit), (u32)(ROUNDING + 256 * (most_digit + 1))};
+    const Args& a, const float* staged, u64 start, const Group<T>* group, Block& block, int lane) {
+  constexpr int middle = SIGNED ? MIDDLE : ZERO ? 1 : 0;
+  const int reach = min(a.room, 14);
+  const u32 lowest = ROUNDING + 256 * (middle - (SIGNED ? reach : 0)), beyond = ROUNDING + 256 * (middle + reach + 1);
+  const Scales<ENTRY> scales = {a, origin_of<DITHER>(middle)};
   u32 most = 0, least = ~0u, halves[8], lows[8];
   block.signs = block.all = 0;
   Walk<ENTRY> walk;
   walk.begin(a, start / 4 + lane);
   float inverse[4], origin[4];
-  if (ENTRY == TENSOR) walk.read(a, a.inverse, inverse);
-  walk.read_origins(a, digits.origin, origin);
+  if (ENTRY == TENSOR) walk.read(a, staged, inverse, origin, scales);
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
-    if (ENTRY != TENSOR) walk.read(a, a.inverse, inverse);
-    if (Centred<ENTRY>::value) walk.read_origins(a, digits.origin, origin);
+    if (ENTRY != TENSOR) walk.read(a, staged, inverse, origin, scales);
     u32 word = DITHER ? hash((u32)walk.group, a.low, a.high) : 0, low = ~0u, high = 0;
-    u32 bytes = digits_of<T, SIGNED ? 0 : ZERO ? 2 : 0, DITHER>(digits, group[j], inverse, origin, word, low, high);
+    u32 bytes = digits_of<T, SIGNED ? 0 : ZERO ? 2 : 0, DITHER>(lowest, group[j], inverse, origin, word, low, high);
     most = max(most, high);
     if (SIGNED) {
       least = min(least, low);
@@ -1189,23 +1219,26 @@ __device__ __forceinline__ bool quantise_narrow(
   }
   block.all |= block.all >> 16;
   block.all = (block.all | block.all >> 8) & 255;
-  return __all_sync(~0u, most < digits.high && (!SIGNED || least >= digits.low));
+  return __all_sync(~0u, most < beyond && (!SIGNED || least >= lowest));
 }
 template <typename T, int ENTRY, int ZERO, bool DITHER>
-__device__ __forceinline__ bool quantise_narrow(const Args& a, u64 start, Block& block, int lane) {
+__device__ __forceinline__ bool quantise_narrow(
+    const Args& a, const float* staged, u64 start, Block& block, int lane) {
   Group<T> group[8];
-  u32 signs = Centred<ENTRY>::value;  // codes below a centre are negative, whatever their values
+  u32 signs = 0;
 #pragma unroll
   for (int j = 0; j < 8; ++j) group[j].load(a.x, start / 4 + lane + j * 32);
 #pragma unroll
   for (int j = 0; j < 8; ++j) signs |= signs_of(group[j]);
-  if (__any_sync(~0u, signs != 0)) return quantise_narrow<T, ENTRY, ZERO, DITHER, true>(a, start, group, block, lane);
-  return quantise_narrow<T, ENTRY, ZERO, DITHER, false>(a, start, group, block, lane);
+  if (Centred<ENTRY>::value || __any_sync(~0u, signs != 0))
+    return quantise_narrow<T, ENTRY, ZERO, DITHER, true>(a, staged, start, group, block, lane);
+  return quantise_narrow<T, ENTRY, ZERO, DITHER, false>(a, staged, start, group, block, lane);
 }
 
 // The codes of a lane's block, its signs, and which values are lost.
 template <typename T, int ENTRY, int ZERO, bool DITHER, bool WHOLE>
-__device__ __forceinline__ void quantise_block(const Args& a, u64 start, int* code, u32& signs, u32& lost, int lane) {
+__device__ __forceinline__ void quantise_block(
+    const Args& a, const float* staged, u64 start, int* code, u32& signs, u32& lost, int lane) {
   u64 g = start / 4 + lane;
   Group<T> group[8];
 #pragma unroll
@@ -1214,15 +1247,15 @@ __device__ __forceinline__ void quantise_block(const Args& a, u64 start, int* co
   walk.begin(a, g);
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
-    float inverse[4];
-    walk.read(a, a.inverse, inverse);
+    float inverse[4], origin[4];
+    walk.read(a, staged, inverse, origin, Scales<ENTRY>{a, origin_of<DITHER>(MIDDLE)});
     u32 word = DITHER ? hash((u32)g + j * 32, a.low, a.high) : 0;
     int worst = 0;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       int n = 4 * j + k;
       float x = group[j].at(k);
-      int q = code_of(x, inverse[k], shift_of<DITHER>(word, k)) - centre_of<ENTRY>(a, walk.of(a, k));
+      int q = ((int)(sum_of<DITHER>(origin[k], x, inverse[k], word, k) - ROUNDING) >> 8) - MIDDLE;
       u32 negative = (u32)(q >> 31) & 1u << (4 * (n % 8) + n / 8);
       int magnitude = q < 0 ? -q : q;
       worst = max(worst, magnitude);
@@ -1234,7 +1267,7 @@ __device__ __forceinline__ void quantise_block(const Args& a, u64 start, int* co
       code[n] = magnitude;
       signs |= negative;
     }
-    if (worst > Room<T, ENTRY>::value || !WHOLE) {
+    if (worst > a.room || !WHOLE) {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         int n = 4 * j + k;
@@ -1255,24 +1288,24 @@ __device__ __forceinline__ void quantise_block(const Args& a, u64 start, int* co
 template <typename T, int ENTRY, int ZERO, bool DITHER>
 __global__ void __launch_bounds__(256, 4) blocks_encode(const Args a) {
   __shared__ Places places;
+  extern __shared__ __align__(16) float staged[];
   int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-  u32 ticket = take_ticket(a);
-  u32 chunk = ticket * 8 + warp;
-  u64 start = (u64)chunk * 1024;
-  u32 valid = chunk < a.chunks ? (u32)min(a.count - start, 1024ull) : 0;
+  stage<ENTRY>(a, staged, Scales<ENTRY>{a, origin_of<DITHER>(MIDDLE)});
+  take_ticket(a, places);  // synchronises the block
+  const Chunk chunk = chunk_of(a, places, warp, 1024);
   Block block = {{0, 0, 0, 0}, 0, 0};
   int code[32];  // magnitudes
   u32 lost = 0, words = 0, inside = 0, planes = 0, klass = 0;
   bool raw = false, narrow = false;
-  if (valid) {
-    bool whole = valid == 1024 && aligned(a.x, sizeof(T) * 4);
-    narrow = whole && quantise_narrow<T, ENTRY, ZERO, DITHER>(a, start, block, lane);
+  if (chunk.valid) {
+    bool whole = chunk.valid == 1024 && aligned(a.x, sizeof(T) * 4);
+    narrow = whole && quantise_narrow<T, ENTRY, ZERO, DITHER>(a, staged, chunk.start, block, lane);
     if (!narrow) {
       block.signs = block.all = 0;
       if (whole)
-        quantise_block<T, ENTRY, ZERO, DITHER, true>(a, start, code, block.signs, lost, lane);
+        quantise_block<T, ENTRY, ZERO, DITHER, true>(a, staged, chunk.start, code, block.signs, lost, lane);
       else
-        quantise_block<T, ENTRY, ZERO, DITHER, false>(a, start, code, block.signs, lost, lane);
+        quantise_block<T, ENTRY, ZERO, DITHER, false>(a, staged, chunk.start, code, block.signs, lost, lane);
 #pragma unroll
       for (int n = 0; n < 32; ++n) block.all |= (u32)code[n];
     }
@@ -1282,25 +1315,25 @@ __global__ void __launch_bounds__(256, 4) blocks_encode(const Args a) {
     inside = upto - planes;
     words = __shfl_sync(~0u, upto, 31);
     if (__any_sync(~0u, lost != 0)) words += __shfl_sync(~0u, scan(__popc(lost), lane), 31) * Type<T>::escape;
-    u32 as_raw = raw_words<T>(valid);
+    u32 as_raw = raw_words<T>(chunk.valid);
     raw = words >= as_raw;
     if (raw) words = as_raw;
   }
-  publish(a, places, ticket, words, warp, lane);
+  publish(a, places, words, warp, lane);
   u32 plane[4] = {plane_of(block.nibbles, 0), plane_of(block.nibbles, 1), plane_of(block.nibbles, 2),
                   plane_of(block.nibbles, 3)};
-  u32 base = place_of(a, places, ticket, warp, lane);
-  if (!valid) return;
+  u32 base = place_of(a, places, warp, lane);
+  if (!chunk.valid) return;
   u32 nibble = raw ? (lane == 0 ? 8 : 0) : klass + (block.signs ? 8 : 0);
   u32 upper = __shfl_down_sync(~0u, nibble, 1);
-  if (!(lane & 1)) a.headers[(u64)chunk * 16 + lane / 2] = (u8)(nibble | upper << 4);
+  if (!(lane & 1)) a.headers[(u64)chunk.number * 16 + lane / 2] = (u8)(nibble | upper << 4);
   if (lane == 0) {
-    a.heads[chunk] = (int)base;
-    if (chunk == a.chunks - 1) a.heads[chunk + 1] = (int)(base + words);
+    a.heads[chunk.number] = (int)base;
+    if (chunk.number == a.chunks - 1) a.heads[chunk.number + 1] = (int)(base + words);
   }
   if ((u64)base + words > a.capacity) return;
   if (raw) {
-    write_raw<T>(a, start, base, words, lane);
+    write_raw<T>(a, chunk.start, base, words, lane);
     return;
   }
   u32* out = a.words + base + inside;
@@ -1326,9 +1359,9 @@ __global__ void __launch_bounds__(256, 4) blocks_encode(const Args a) {
         u32 position = j * 128 + lane * 4 + k;
         if (sizeof(T) == 4) {
           list[0] = position;
-          list[1] = ((const u32*)a.x)[start + position];
+          list[1] = ((const u32*)a.x)[chunk.start + position];
         } else {
-          list[0] = position << 16 | ((const u16*)a.x)[start + position];
+          list[0] = position << 16 | ((const u16*)a.x)[chunk.start + position];
         }
         list += Type<T>::escape;
       }
@@ -1337,34 +1370,38 @@ __global__ void __launch_bounds__(256, 4) blocks_encode(const Args a) {
   }
 }
 
+// The float with the bits ROUNDING + 256 * code + 255 - dither (or, without dither, no more) has this origin.
+template <int ENTRY, bool DITHER> __device__ __forceinline__ Units<ENTRY> units_for(const Args& a) {
+  return {a, 12582912.0f + (DITHER ? 255.0f : 128.0f), 256.0f};
+}
+
 // The values of a whole chunk whose codes have up to four bits, from a byte for each: even ones, then odd ones.
 template <typename T, int ENTRY, int ZERO, bool DITHER, bool MASK, bool SIGNED>
-__device__ __forceinline__ void put_narrow(const Args& a, u64 start, const u32* low, u32 signs, int lane) {
-  const float origin = 12582912.0f + (DITHER ? 255.0f : 128.0f) + (ZERO && !SIGNED ? 256.0f : 0.0f);
+__device__ __forceinline__ void put_narrow(
+    const Args& a, const float* staged, u64 start, const u32* low, u32 signs, int lane) {
   Walk<ENTRY> walk;
   walk.begin(a, start / 4 + lane);
-  float unit[4], origins[4];
-  if (ENTRY == TENSOR && !MASK) walk.read_units(a, unit);
-  if (!MASK) walk.read_origins(a, origin, origins);
+  float unit[4], origin[4];
+  if (ENTRY == TENSOR && !MASK) walk.read(a, staged, unit, origin, units_for<ENTRY, DITHER>(a));
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     u32 bytes[2] = {low[j / 2] & 0x0f0f0f0fu, low[j / 2] >> 4 & 0x0f0f0f0fu};
     float y[4];
-    if (ENTRY != TENSOR && !MASK) walk.read_units(a, unit);
-    if (Centred<ENTRY>::value && !MASK) walk.read_origins(a, origin, origins);
+    if (ENTRY != TENSOR && !MASK) walk.read(a, staged, unit, origin, units_for<ENTRY, DITHER>(a));
     u32 word = DITHER && !MASK ? inverted_hash((u32)walk.group, a.low, a.high) : 0;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       int n = 4 * j + k, b = n % 8 / 2;
       u32 weight = 256u << (16 * (b & 1));
-      u32 sum = DITHER ? dot4(word, 1u << (8 * k), ROUNDING) : ROUNDING;
+      const u32 from = ROUNDING - (ZERO && !SIGNED ? 256 : 0);
+      u32 sum = DITHER ? dot4(word, 1u << (8 * k), from) : from;
       if (SIGNED) {
         u32 size = dot2(weight, bytes[k & 1], b > 1, ZERO ? -256 : 0);
         sum = signs & 1u << (4 * (n % 8) + n / 8) ? sum - size : sum + size;
       } else {
         sum = dot2(weight, bytes[k & 1], b > 1, sum);
       }
-      y[k] = MASK ? 1.0f : fmaf(__uint_as_float(sum) - origins[k], unit[k], unit[k] * (DITHER ? 127.5f : 128.0f));
+      y[k] = MASK ? 1.0f : fmaf(__uint_as_float(sum) - origin[k], unit[k], unit[k] * (DITHER ? 127.5f : 128.0f));
     }
     Group<T> group;
     group.set(y);
@@ -1382,7 +1419,8 @@ __device__ __forceinline__ void put_narrow(const Args& a, u64 start, const u32* 
 // The same for any chunk.
 template <typename T, int ENTRY, int ZERO, bool DITHER, bool MASK>
 __device__ __forceinline__ void put_wide(
-    const Args& a, u64 start, const u32* low, const u32* in, u32 width, u32 signs, bool whole, int lane) {
+    const Args& a, const float* staged, u64 start, const u32* low, const u32* in, u32 width, u32 signs, bool whole,
+    int lane) {
   u32 high[4] = {0, 0, 0, 0}, top[4] = {0, 0, 0, 0};
 #pragma unroll
   for (int p = 4; p < 11; ++p)
@@ -1391,9 +1429,9 @@ __device__ __forceinline__ void put_wide(
   walk.begin(a, start / 4 + lane);
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
-    float y[4], unit[4], origins[4];
-    if (!MASK) walk.read_units(a, unit), walk.read_origins(a, 12582912.0f, origins);
-    u32 word = DITHER ? hash((u32)walk.group, a.low, a.high) : 0;
+    float y[4], unit[4], origin[4];
+    if (!MASK) walk.read(a, staged, unit, origin, units_for<ENTRY, DITHER>(a));
+    u32 word = DITHER && !MASK ? inverted_hash((u32)walk.group, a.low, a.high) : 0;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       int n = 4 * j + k, at = 4 * (n % 8);
@@ -1403,8 +1441,8 @@ __device__ __forceinline__ void put_wide(
       } else {
         int q = (int)code - (ZERO ? 1 : 0);
         q = signs >> (at + n / 8) & 1 ? -q : q;
-        float m = __uint_as_float((u32)(ROUNDING + 256 * q - (int)shift_of<DITHER>(word, k))) - origins[k];
-        y[k] = fmaf(m, unit[k], unit[k] * (DITHER ? 127.5f : 128.0f));
+        u32 sum = ROUNDING + 256 * q + (DITHER ? shift_of<true>(word, k) : 0);
+        y[k] = fmaf(__uint_as_float(sum) - origin[k], unit[k], unit[k] * (DITHER ? 127.5f : 128.0f));
         if (ZERO) y[k] = code ? y[k] : 0.0f;
       }
     }
@@ -1419,16 +1457,21 @@ __device__ __forceinline__ void put_wide(
 }
 
 template <typename T, int ENTRY, int ZERO, bool DITHER, bool MASK>
-__global__ void __launch_bounds__(256) blocks_decode(const Args a) {
+__global__ void __launch_bounds__(256, 5) blocks_decode(const Args a) {
+  extern __shared__ __align__(16) float staged[];
   int lane = threadIdx.x & 31;
   const bool even = aligned(a.x, sizeof(T) * 4);
+  if (ENTRY == INNER && !MASK) {
+    stage<ENTRY>(a, staged, units_for<ENTRY, DITHER>(a));
+    __syncthreads();
+  }
   for (u32 chunk = blockIdx.x * 8 + threadIdx.x / 32; chunk < a.chunks; chunk += gridDim.x * 8) {
     u64 start = (u64)chunk * 1024;
     u32 valid = (u32)min(a.count - start, 1024ull);
     u32 base = (u32)a.heads[chunk], after = (u32)a.heads[chunk + 1];
     u32 nibble = a.headers[(u64)chunk * 16 + lane / 2] >> (4 * (lane & 1)) & 15;
     if (__shfl_sync(~0u, nibble, 0) == 8) {
-      read_raw<T, MASK>(a, start, base, valid, lane);
+      read_raw<T, MASK, false>(a, start, base, valid, lane);
       continue;
     }
     u32 width = width_of(nibble & 7), planes = width + (nibble >> 3);
@@ -1442,11 +1485,11 @@ __global__ void __launch_bounds__(256) blocks_decode(const Args a) {
     u32 signs = nibble >> 3 ? in[width] : 0;
     bool whole = even && valid == 1024;
     if (!whole || __any_sync(~0u, width > 4))
-      put_wide<T, ENTRY, ZERO, DITHER, MASK>(a, start, low, in, width, signs, whole, lane);
+      put_wide<T, ENTRY, ZERO, DITHER, MASK>(a, staged, start, low, in, width, signs, whole, lane);
     else if (!MASK && __any_sync(~0u, signs != 0))
-      put_narrow<T, ENTRY, ZERO, DITHER, MASK, true>(a, start, low, signs, lane);
+      put_narrow<T, ENTRY, ZERO, DITHER, MASK, true>(a, staged, start, low, signs, lane);
     else
-      put_narrow<T, ENTRY, ZERO, DITHER, MASK, false>(a, start, low, signs, lane);
+      put_narrow<T, ENTRY, ZERO, DITHER, MASK, false>(a, staged, start, low, signs, lane);
     u32 escapes = (after - base - total) / Type<T>::escape;
     if (escapes) {
       __syncwarp();
