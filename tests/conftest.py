@@ -1,4 +1,5 @@
-"""Shared by all tests: GPU tests say that they were skipped; every test starts from a known RNG state and no hooks."""
+"""Shared by all tests: GPU and slow tests say that they were skipped; every test starts from a known RNG state and no
+hooks."""
 
 from __future__ import annotations
 
@@ -9,13 +10,18 @@ import torch
 from torch import Tensor
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the tests that take minutes, too")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="no CUDA device")
+    skipped = {} if torch.cuda.is_available() else {"gpu": pytest.mark.skip(reason="no CUDA device")}
+    if not config.getoption("--slow"):
+        skipped["slow"] = pytest.mark.skip(reason="takes minutes: run it with --slow")
     for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(skip)
+        for name, skip in skipped.items():
+            if name in item.keywords:
+                item.add_marker(skip)
 
 
 @pytest.fixture(autouse=True)

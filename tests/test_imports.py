@@ -11,16 +11,18 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "src" / "lowtide"
 LAYERS = (
     ("errors", "_version"),
-    ("records",),
+    ("records", "sizes", "snapshot", "optim"),
     ("registry", "ledger"),
-    ("coding", "bounds"),
+    ("coding", "bounds", "statistics"),
     ("codecs", "stores", "controllers"),
     ("policies", "methods", "capture", "witness", "kernels"),
-    ("sites",),
+    ("sites", "recompute"),
+    ("payloads",),
     ("pipeline",),
     ("reports",),
-    ("session",),
-    ("app",),
+    ("session", "growth"),
+    ("planner",),
+    ("app", "integrations"),
     ("__main__",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -60,8 +60,24 @@ class StateError(LowtideError, ValueError):
     """A state dict that does not belong to this session."""
 
 
+class BudgetError(LowtideError, RuntimeError):
+    """A memory budget that no bounds can meet."""
+
+
+class SizeError(LowtideError, ValueError):
+    """A number of bytes, or of samples in a batch, that cannot be read or used."""
+
+
+class OptimizerError(LowtideError, ValueError):
+    """An optimizer's setting that makes no sense, or a gradient that it cannot use."""
+
+
 class ModifiedError(LowtideError, RuntimeError):
     """A tensor needed for backward was modified in place after it was saved (as stock autograd would say)."""
+
+
+class RecomputeError(LowtideError, RuntimeError):
+    """A module that was run again in backward did something else than in forward."""
 
 
 class BoundViolationError(LowtideError, RuntimeError):

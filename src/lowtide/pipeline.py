@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
-from collections import deque
 from functools import cache
 from typing import Any
 
@@ -18,88 +16,15 @@ from lowtide.codecs import Codec
 from lowtide.coding import dither, layout
 from lowtide.errors import PayloadError
 from lowtide.kernels import _tickets
-from lowtide.kernels._tickets import Ticket
-from lowtide.ledger import Lease, Ledger
+from lowtide.ledger import Ledger
+from lowtide.payloads import Payload, Pending, Waiting
 from lowtide.policies.rules import Decision, Policy
-from lowtide.records import Encoded, Kind, Membership, Need, Site, TensorSpec
+from lowtide.records import Kind, Membership, Need, Site, TensorSpec
 from lowtide.sites import Memo, Sites
-from lowtide.stores import Held, Store
+from lowtide.stores import Store
 from lowtide.witness import Witness
 
-# Bytes of tensors kept while their encoders have not reported: so many, or this share of what plain training holds.
-_MOST_PENDING, _PENDING_SHARE = 1 << 28, 1 / 16
 _MOVED_RATE = 1 / 32  # words a value to make room for where a bound has changed since the last payload: one bit
-
-
-class Payload:
-    """One encoded tensor in a store's keeping, with its lease in the ledger; shared by every save of that tensor."""
-
-    __slots__ = ("__weakref__", "_held", "_lease", "_ledger", "_witness", "codec", "keeps_zeros", "pending")
-
-    def __init__(self, codec: Codec, held: Held, ledger: Ledger, witness: Witness | None) -> None:
-        self.codec = codec
-        self.keeps_zeros = getattr(codec, "keep_zeros", False)
-        self.pending: Pending | None = None
-        self._ledger = ledger
-        self._witness = witness
-        self.hold(held)
-
-    def hold(self, held: Held) -> None:
-        self._held = held
-        self._lease = Lease(self._ledger, "held", held.nbytes)
-
-    def decode(self, site: str) -> Tensor:
-        tensor = self.codec.decode(self._fetch())
-        if self._witness is not None:
-            self._witness.examine(tensor, site)
-        return tensor
-
-    def nonzero(self) -> Tensor:
-        tensor: Tensor = self.codec.nonzero(self._fetch())  # type: ignore[attr-defined]
-        return tensor
-
-    def _fetch(self) -> Encoded:
-        if self.pending is not None:
-            self.pending.settle()
-        return self._held.fetch()
-
-
-class Pending:
-    """A payload whose encoder has yet to say how it went; until then its tensor is kept, to be encoded again [15]."""
-
-    __slots__ = ("_encoded", "_memo", "_payload", "_plan", "_raw", "_store", "_ticket", "nbytes")
-
-    def __init__(
-        self, payload: Payload, encoded: Encoded, raw: Tensor, memo: Memo | None, ticket: Ticket, store: Store
-    ) -> None:
-        self._payload = weakref.ref(payload)
-        self._encoded: Encoded | None = encoded
-        self._raw: Tensor | None = raw
-        self._memo, self._ticket, self._store = memo, ticket, store
-        self._plan = memo.plan if memo is not None else None
-        self.nbytes = raw.nbytes
-        payload.pending = self
-
-    @property
-    def is_known(self) -> bool:
-        return self._raw is None or self._ticket.status != -1
-
-    def settle(self) -> None:
-        """Take note of what the device said and let the tensor go; waits for it if it has not said so yet."""
-        raw, encoded = self._raw, self._encoded
-        if raw is None or encoded is None:
-            return
-        status = self._ticket.wait()
-        self._raw = self._encoded = None
-        if self._memo is not None:
-            self._memo.rate = status / max(raw.numel(), 1)
-        payload = self._payload()
-        if payload is None:
-            return
-        payload.pending = None
-        settled = payload.codec.settle(encoded, raw, status, self._plan)  # type: ignore[attr-defined]
-        if settled is not encoded:
-            payload.hold(self._store.put(settled))
 
 
 @dataclasses.dataclass(slots=True)
@@ -153,8 +78,7 @@ class Pipeline:
         self._recipes: dict[str, Recipe] = {}
         self._keys: dict[Any, int] = {}
         self._stream: int | None = None  # of dither, for this step
-        self._pending: deque[Pending] = deque()
-        self._pending_nbytes = 0
+        self._waiting = Waiting(ledger)
 
     def end_step(self, *, moved: bool) -> None:
         """A step has ended; ``moved`` if bounds may have changed."""
@@ -322,29 +246,14 @@ class Pipeline:
         self.coded += 1
         payload = Payload(codec, held, self.ledger, witness)
         if ticket is not None:
-            self._await(Pending(payload, encoded, x, memo, ticket, self.store))
+            self._waiting.add(Pending(payload, encoded, x, memo, ticket, self.store, self._waiting))
         elif memo is not None and "words" in encoded.tensors:
             memo.rate = encoded.tensors["words"].numel() / max(x.numel(), 1)
         return payload, held.nbytes
 
-    def _await(self, pending: Pending) -> None:
-        """Keep the tensor until its encoder has reported; wait for the oldest if too much is kept [15]."""
-        self._pending.append(pending)
-        self._pending_nbytes += pending.nbytes
-        self.let_go()
-        most = max(_MOST_PENDING, self.ledger.raw_peak * _PENDING_SHARE)
-        while len(self._pending) > 1 and self._pending_nbytes > most:
-            self._settle_oldest()
-
     def let_go(self) -> None:
         """Let go of the tensors whose encoders have reported; does not wait."""
-        while self._pending and self._pending[0].is_known:
-            self._settle_oldest()
-
-    def _settle_oldest(self) -> None:
-        oldest = self._pending.popleft()
-        self._pending_nbytes -= oldest.nbytes
-        oldest.settle()
+        self._waiting.let_go()
 
     def _next_seed(self, site: Site) -> int:
         """A stream of dither for each site, step and repeat, from the session's seed alone."""

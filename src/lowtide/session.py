@@ -8,25 +8,29 @@ import sys
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lowtide import methods
+from lowtide.capture.gradients import Collector
 from lowtide.capture.hooks import Capture
 from lowtide.capture.scopes import Scope, Scopes
 from lowtide.errors import AttachError, LowtideWarning, StateError, UnknownNameError
 from lowtide.ledger import Ledger
 from lowtide.pipeline import Pipeline
 from lowtide.policies.rules import Policy, load_rules
+from lowtide.recompute import Regions, boundary_rules
 from lowtide.records import ROOT
 from lowtide.registry import STORES
 from lowtide.reports import Report
+from lowtide.stores import Store
 
 STATE_VERSION = 3
 DEFAULT_METHOD = "fixed"
+MIN_SIZE = 16384  # bytes; what is smaller costs more to handle than it takes
 _CHECKS = (False, True, "full")
 
 
@@ -40,9 +44,11 @@ class Session:
         *,
         optimizer: torch.optim.Optimizer | None = None,
         rules: Any = None,
-        store: str = "device",
+        store: str | Store | None = None,
+        recompute: bool | str | Iterable[str] | None = None,
+        boundary: Any = None,
         check: bool | str = False,
-        min_size: int = 16384,
+        min_size: int = MIN_SIZE,
         recast: bool = True,
         refresh: int = 64,
         seed: int = 0,
@@ -56,14 +62,23 @@ class Session:
         self.method = method
         self.ledger = Ledger()
         self.controller = chosen.controller()
-        policy = Policy(self.controller, chosen.values(), load_rules(rules), poison=bool(check))
-        self._pipeline = Pipeline(policy, STORES.create(store), self.ledger, seed=seed, check=check, refresh=refresh)
-        capture = Capture(
+        again = _find_regions(model, recompute, boundary, chosen)
+        ordered, values = load_rules(rules), chosen.values()
+        if again:
+            ordered += boundary_rules(boundary, values)
+        policy = Policy(self.controller, values, ordered, poison=bool(check))
+        self._pipeline = Pipeline(
+            policy, _find_store(store, chosen), self.ledger, seed=seed, check=check, refresh=refresh
+        )
+        self._capture = capture = Capture(
             model, self.ledger, self._pipeline.settle, self._pipeline.left, min_size=min_size, recast=recast
         )
         self._scopes = capture.scopes
         self._scopes.on_forward = self._after_forward
+        if again and model is not None:
+            self._scopes.regions = Regions(model, again, capture, self.ledger, exact=boundary == "exact")
         self._modules: list[nn.Module] = []
+        self._collector = Collector(optimizer)
         self._step_handle: Any = None
         self._warned_idle = False
         if model is not None:
@@ -73,6 +88,7 @@ class Session:
                 self._modules.append(module)
         if optimizer is not None:
             self._step_handle = optimizer.register_step_post_hook(_StepHook(self))
+        self._begin_step()
 
     def detach(self) -> None:
         """Take all hooks off. Graphs that are already built keep their payloads until their backward."""
@@ -82,17 +98,39 @@ class Session:
         if self._step_handle is not None:
             self._step_handle.remove()
         self._scopes.abandon()
+        self._capture.on_named = None
+        self._collector.close()
 
-    def step(self) -> None:
-        """A training step has ended: bounds may change now. Called by the optimizer's hook if one was given."""
-        moved = self.controller.step(self._pipeline.step)
+    def step(self, loss: Tensor | float | None = None) -> None:
+        """A training step has ended: bounds may change now. Called by the optimizer's hook if one was given.
+
+        ``loss``, if it is given, is watched: see ``watch``.
+        """
+        if loss is not None:
+            self.watch(loss)
+        number = self._pipeline.step
+        arrived = self._collector.deliver()
+        self._collector.finish(number)
+        moved = self.controller.step(number, arrived, self.ledger)
         self._pipeline.end_step(moved=moved)
         self.ledger.end_step()
+        self._begin_step()
+
+    def watch(self, loss: Tensor | float) -> None:
+        """The loss of the step at hand: if it jumps or is no number, adaptive methods return to exact storage."""
+        self._collector.watch(torch.as_tensor(loss))
+
+    def _begin_step(self) -> None:
+        """Have what the controller asks for measured in the step that begins now; as a rule that is nothing."""
+        wish = self.controller.wants(self._pipeline.step)
+        if wish is not None:
+            self._collector.begin(wish)
+        self._capture.on_named = self._collector.observe if wish is not None else None
 
     def report(self) -> Report:
         """What is held instead of what, site by site, and what was left alone and why."""
         self._pipeline.let_go()
-        return Report.of(self.ledger, self.method)
+        return Report.of(self.ledger, self.method, self.controller.noise_by_site(), self.controller.events())
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs to continue as if it had never stopped."""
@@ -103,6 +141,7 @@ class Session:
             "step": self._pipeline.step,
             "controller": self.controller.state_dict(),
             "sites": self._pipeline.sites.state_dict(),
+            "statistics": self._collector.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -118,11 +157,14 @@ class Session:
         self._pipeline.sites.load_state_dict(state["sites"])
         self._pipeline.resume(int(state["seed"]), int(state["step"]))
         self.ledger.step = int(state["step"])
+        self._collector.load_state_dict(state["statistics"])
+        self._begin_step()
 
     def _after_forward(self, scope: Scope) -> None:
         self._pipeline.let_go()
         self._pipeline.policy.warn_unmatched(path or ROOT for path, _, _ in scope.calls)
-        idle = scope.packed and not self._pipeline.coded and self._pipeline.policy.values is not None
+        policy = self._pipeline.policy
+        idle = scope.packed and not self._pipeline.coded and policy.values is not None and not policy.is_waiting
         if idle and not self._warned_idle:
             self._warned_idle = True
             reasons = sorted({entry.reason for entry in self.ledger.sites.values()})
@@ -142,13 +184,20 @@ def attach(model: nn.Module, method: str = DEFAULT_METHOD, **options: Any) -> Se
         method: a named method; ``"exact"`` is bit-equal to plain training.
         optimizer: steps are then counted by its post-step hook; otherwise call ``session.step()``.
         rules: ordered rules (objects, dicts, or the path of a TOML file) that override the method site by site.
+        store: where payloads wait for backward: ``"device"`` or ``"host"`` (pinned memory), or a store with options of
+            its own, as ``lowtide.stores.host.Host(staging="1GiB")``; by default the method's own, as a rule the device.
+        recompute: modules to run again in backward instead of holding what they save: a pattern of module paths or
+            several (``"layer3.*"``), or True for every block.
+        boundary: how the inputs of those modules are held: a bound, or ``"exact"``; by default within 0.02 standard
+            deviations, and exactly with a method that is exact.
         check: compare what backward gets with what was saved: True samples, ``"full"`` keeps all (for debugging).
         min_size: tensors of fewer bytes are passed through.
         recast: make autocast's copies of parameters again in backward instead of keeping them.
         refresh: bounds given as multiples of a statistic, and the tables of coders, are measured again every so many
             saves of a place in the model (and at its saves 1, 4 and 16); 1 measures at every save.
         seed: of the dither; the global RNG is never touched.
-        options: of the method; an unknown one is refused by name.
+        options: of the method (``noise=0.01`` or ``memory="8GiB"`` of method ``budget``); an unknown one is refused by
+            name.
     """
     if not isinstance(model, nn.Module):
         raise AttachError(f"attach wants an nn.Module, got {type(model).__name__}")
@@ -168,6 +217,28 @@ def compress(model: nn.Module | None = None, method: str = DEFAULT_METHOD, **opt
     finally:
         session._scopes.end_block()
         session.detach()
+
+
+def _find_store(store: str | Store | None, method: methods.Method) -> Store:
+    """The store that was asked for, or the method's own, or the device."""
+    if store is None:
+        bring = getattr(method, "store", None)
+        found: Store = bring() if bring is not None else STORES.create("device")
+        return found
+    return STORES.create(store) if isinstance(store, str) else store
+
+
+def _find_regions(
+    model: nn.Module | None, recompute: bool | str | Iterable[str] | None, boundary: Any, method: methods.Method
+) -> bool | str | Iterable[str]:
+    """The modules to run again that were asked for, or the method's own."""
+    if recompute and model is None:
+        raise AttachError("recompute runs modules again, so it needs a model; got None")
+    if recompute is None and hasattr(method, "regions"):
+        recompute = method.regions()
+    if boundary is not None and not recompute:
+        raise AttachError("boundary says how the inputs of recomputed modules are held; say recompute=... too")
+    return recompute or False
 
 
 def _refuse_unsuitable(model: nn.Module) -> None:

@@ -29,7 +29,7 @@ class Witness:
     def of(cls, x: Tensor, codec: Codec, bound: Bound | None, check: bool | str) -> Witness | None:
         """A witness for what ``codec`` promises about ``x``; None if it promises nothing about values."""
         question = getattr(codec, "membership", None)
-        lossless = codec.name in ("identity", "window_index")
+        lossless = codec.name in ("identity", "lossless", "window_index")
         if bound is None and question is None and not lossless:
             return None
         flat = layout.memory_view(x)

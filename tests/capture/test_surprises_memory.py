@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowtide
-from lowtide.pipeline import Payload
+from lowtide.payloads import Payload
 
 KIB = 1024
 

@@ -1,7 +1,7 @@
 """How the inputs of each codec are made: a table with a default, so that a new codec file is covered without an entry.
 
-Add a row to ``_VARIANTS`` only where float32 normals with a bound of 0.05 are not what the codec stores, or where its
-options have paths of their own.
+Add a row to ``_VARIANTS`` only where float32 normals, with a bound of 0.05 if the codec takes one, are not what it
+stores, or where its options have paths of their own.
 """
 
 from __future__ import annotations
@@ -90,6 +90,13 @@ def make_levels(shape: tuple[int, ...]) -> Tensor:
     return x
 
 
+def make_flat_planes(shape: tuple[int, ...]) -> Tensor:
+    """One small integer for each image (of four dimensions or more) or row: nothing is left of the mean of a block."""
+    over = 2 if len(shape) >= 4 else 1
+    sizes = [size if axis < len(shape) - over else 1 for axis, size in enumerate(shape)]
+    return torch.randint(1, 100, sizes) + torch.zeros(shape)
+
+
 def make_half_zeros(shape: tuple[int, ...]) -> Tensor:
     return make_normals_with_nan(shape).relu()
 
@@ -120,7 +127,8 @@ def make_pooled_indices(shape: tuple[int, ...]) -> Tensor:
 class Case:
     """One codec with one set of options, and inputs for it.
 
-    ``elementwise`` codecs give an element the same value wherever it lies in memory; the others promise ``bound``.
+    ``elementwise`` codecs give an element the same value wherever it lies in memory; the others promise ``bound``, or
+    have an error of at most ``error`` on these inputs.
     """
 
     name: str
@@ -129,9 +137,14 @@ class Case:
     make: Callable[[tuple[int, ...]], Tensor] = make_normals
     bound: float | None = 0.05
     elementwise: bool = False
+    error: float | None = None
 
     def __str__(self) -> str:
         return f"{self.name}-{self.label}"
+
+    @property
+    def limit(self) -> float | None:
+        return self.bound if self.error is None else self.error
 
     def create(self) -> Codec:
         return create(self.name, **self.options)
@@ -160,6 +173,19 @@ _VARIANTS: dict[str, tuple[Case, ...]] = {
         _elementwise("cast", "fp8_e4m3", {"to": "fp8_e4m3"}, make_normals_with_nan),
         _elementwise("cast", "fp8_e5m2", {"to": "fp8_e5m2"}, make_normals),
     ),
+    "cusz": (
+        Case("cusz", "nearest", {}, make_normals_with_nan, elementwise=True),
+        Case("cusz", "dither", {"rounding": "dither", "prediction": "lorenzo"}),
+        Case("cusz", "unpredicted", {"prediction": "none"}, make_half_zeros, elementwise=True),
+        Case("cusz", "raw", bound=1e-12, elementwise=True),
+    ),
+    # Payloads do not depend on strides, so that elements have the same dither wherever they lie.
+    "division": (
+        _elementwise("division", "default", {}, make_flat_planes),
+        _elementwise("division", "8_bits", {"bits": 8}, make_far_from_zero),
+        _elementwise("division", "nearest", {"bits": 8, "rounding": "nearest"}, make_far_from_zero),
+        _elementwise("division", "faithful", {"bits": 8, "faithful": True}, make_far_from_zero),
+    ),
     # Elementwise within one group, if rounding is to the nearest or has nothing to do.
     "groups": (
         _elementwise("groups", "default", {}, make_levels),
@@ -167,6 +193,25 @@ _VARIANTS: dict[str, tuple[Case, ...]] = {
         _elementwise("groups", "nearest", {"bits": 8, "rounding": "nearest"}, make_far_from_zero),
     ),
     "identity": (_elementwise("identity", "default", {}, make_normals_with_nan),),
+    "jpeg_act": (
+        _elementwise("jpeg_act", "dither", {}, make_far_from_zero),
+        _elementwise("jpeg_act", "nearest", {"rounding": "nearest", "table": "optL"}, make_far_from_zero),
+        Case("jpeg_act", "faithful", {"faithful": True}, make_normals_with_nan, None, error=0.8),
+    ),
+    "lossless": (
+        _elementwise("lossless", "default", {}, make_normals_with_nan),
+        _elementwise("lossless", "zeros", {}, make_half_zeros),
+    ),
+    # Groups depend on the order of memory.
+    "norm_groups": (
+        Case("norm_groups", "default", {"bits": 8}, bound=None, error=0.1),
+        Case("norm_groups", "row", {"bits": 8, "per": "row"}, bound=None, error=0.1),
+        Case("norm_groups", "plain", {"bits": 6, "per": "tensor"}, bound=None, error=0.8),
+    ),
+    "sample_groups": (
+        Case("sample_groups", "default", {"bits": 6}, bound=None, error=0.8),
+        Case("sample_groups", "one_width", {"bits": 8}, bound=None, error=0.1),
+    ),
     # Without poison the values of the stand-in are whatever the memory held: nothing to compare.
     "shape": (_elementwise("shape", "poison", {"poison": True}, make_normals),),
     "sz": (
@@ -184,4 +229,9 @@ _VARIANTS: dict[str, tuple[Case, ...]] = {
     ),
 }
 
-CASES = tuple(case for name in CODECS.names() for case in _VARIANTS.get(name, (Case(name),)))
+
+def _default(name: str) -> Case:
+    return Case(name) if CODECS.load(name).takes_bound else Case(name, bound=None, error=1.0)
+
+
+CASES = tuple(case for name in CODECS.names() for case in _VARIANTS.get(name) or (_default(name),))

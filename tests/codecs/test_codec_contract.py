@@ -62,7 +62,7 @@ def test_carries_values_says_whether_values_come_back(case: Case) -> None:
     x = case.make(LARGE)
     if x.is_floating_point():
         error = (case.create().decode(case.encode(x)).double() - x.double()).abs()
-        near = error <= torch.clamp(x.double().abs() / 8, min=case.bound or 1e-3)
+        near = error <= torch.clamp(x.double().abs() / 8, min=case.limit or 1e-3)
         assert bool(near[x.isfinite()].all()) == case.create().carries_values
 
 
@@ -85,9 +85,9 @@ def test_geometry_and_values_survive_any_dense_layout(case: Case, layout: str) -
     if case.elementwise:
         assert bit_equal(decoded, case.create().decode(case.encode(plain)))
     else:
-        assert case.bound is not None, "a codec that is not elementwise states a bound"
+        assert case.limit is not None, "a codec that is not elementwise states how far it may be off"
         error = (decoded.double() - x.double()).abs()
-        assert bool((error <= case.bound)[x.isfinite()].all())
+        assert bool((error <= case.limit)[x.isfinite()].all())
         assert torch.equal(decoded.isfinite(), x.isfinite())
 
 

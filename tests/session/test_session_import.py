@@ -44,5 +44,6 @@ print(session.report().totals["ratio"] > 1, "torch._dynamo" in sys.modules, torc
 
 def test_the_public_names_are_few():
     code = "import lowtide; print(sorted(lowtide.__all__), all(hasattr(lowtide, name) for name in lowtide.__all__))"
-    names = ["LowtideError", "LowtideWarning", "Rule", "Session", "__version__", "attach", "compress"]
+    names = ["LowtideError", "LowtideWarning", "Rule", "Session", "__version__", "attach", "compress",
+             "find_batch_size", "scale_lr"]  # fmt: skip
     assert _run(code) == f"{names} True"

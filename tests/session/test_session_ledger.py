@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import lowtide
 from lowtide.capture.handles import Alias, Passed
-from lowtide.pipeline import Payload
+from lowtide.payloads import Payload
 
 
 def _convnet() -> tuple[nn.Module, Tensor]:

@@ -40,7 +40,7 @@ def test_json_is_the_dict(session):
     report = session.report()
     assert json.loads(report.to_json()) == report.to_dict()
     assert json.loads(report.to_json(indent=None)) == report.to_dict()
-    assert set(report.to_dict()) == {"method", "totals", "needs", "sites", "left_alone"}
+    assert set(report.to_dict()) == {"method", "totals", "needs", "sites", "left_alone", "noise", "events"}
 
 
 def test_sums_add_up(session):

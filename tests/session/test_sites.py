@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide import kernels, pipeline
+from lowtide import kernels, payloads
 from lowtide.bounds import BoundRule
 from lowtide.codecs.sz import Sz
 from lowtide.errors import AttachError, StateError
@@ -257,13 +257,11 @@ def test_only_so_much_is_kept_for_reports(late: Late, monkeypatch: pytest.Monkey
     session = lowtide.attach(model)
     gradients(model, x)
     late.device.silent = True
-    monkeypatch.setattr(pipeline, "_MOST_PENDING", 3 * x.nbytes)
+    monkeypatch.setattr(payloads, "MOST_PENDING", 3 * x.nbytes)
     monkeypatch.setattr("lowtide.kernels._tickets.time.sleep", lambda seconds: late.device.report())
     most = []
-    await_ = pipeline.Pipeline._await
-    monkeypatch.setattr(
-        pipeline.Pipeline, "_await", lambda self, pending: (await_(self, pending), most.append(self._pending_nbytes))
-    )
+    add = payloads.Waiting.add
+    monkeypatch.setattr(payloads.Waiting, "add", lambda self, pending: (add(self, pending), most.append(self._nbytes)))
     gradients(model, x)
     assert len(most) > 8 and max(most) <= 3 * x.nbytes
     session.detach()
@@ -292,7 +290,7 @@ def test_a_report_lets_the_tensor_go(late: Late):
     gradients(model, x)
     late.device.silent = True
     loss = model(x).square().mean()
-    kept = [weakref.ref(pending._raw) for pending in session._pipeline._pending]
+    kept = [weakref.ref(pending._raw) for pending in session._pipeline._waiting._queue]
     assert kept and all(ref() is not None for ref in kept)
     late.device.report()
     loss.backward()

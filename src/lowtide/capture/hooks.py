@@ -154,7 +154,7 @@ class Capture:
             scope.named.append(entry)
 
     def _settle_named(self, scope: Scope, current: Entry | None) -> None:
-        """Settle what was named at once, except for a tensor that is being saved again: its ops are settled together."""
+        """Settle what was named at once, except for a tensor that is being saved again: its ops go together."""
         named, scope.named = scope.named, []
         for entry in named:
             if entry is current:

@@ -111,6 +111,7 @@ class Scopes:
             local.scope = local.block
             local.scope.inputs = identity.storages(inputs)
             local.scope.calls.clear()
+            local.scope.saved_in.clear()
         local.stack.append((module, path, frame))
         if self.regions is not None and local.scope is not None:
             self.regions.enter(local.scope, module, inputs)

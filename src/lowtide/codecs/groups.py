@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lowtide.coding import bitpack, dither, layout
+from lowtide.coding import bitpack, dither, layout, minmax
 from lowtide.errors import DtypeError, PayloadError, PolicyError, UnknownNameError
 from lowtide.records import Bound, Encoded, TensorSpec
 
@@ -75,7 +75,7 @@ class Groups:
         spec = self.check(x)
         flat, groups = layout.memory_view(x), -(-spec.numel // self.group)
         low = torch.empty(groups, dtype=x.dtype, device=x.device)
-        scale = torch.empty(groups, dtype=scale_dtype(x.dtype), device=x.device)
+        scale = torch.empty(groups, dtype=minmax.scale_dtype(x.dtype), device=x.device)
         codes = torch.empty(self.codes_nbytes(spec.numel), dtype=torch.uint8, device=x.device)
         for start, stop in self._slabs(spec):
             owners = slice(start // self.group, -(-stop // self.group))
@@ -98,7 +98,7 @@ class Groups:
         spec, writer = encoded.spec, of_payload(encoded)
         low, scale, codes = writer.stored(encoded)
         flat = torch.empty(spec.numel, dtype=spec.dtype, device=spec.device)
-        work, largest = _work(spec.dtype), torch.finfo(spec.dtype).max
+        work, largest = minmax.work_dtype(spec.dtype), torch.finfo(spec.dtype).max
         for start, stop in writer._slabs(spec):
             owners = slice(start // writer.group, -(-stop // writer.group))
             stored = slice(writer.codes_nbytes(start), writer.codes_nbytes(stop))
@@ -112,7 +112,7 @@ class Groups:
         spec = encoded.spec
         groups = -(-spec.numel // self.group)
         low = encoded.tensor("low", dtype=spec.dtype, numel=groups)
-        scale = encoded.tensor("scale", dtype=scale_dtype(spec.dtype), numel=groups)
+        scale = encoded.tensor("scale", dtype=minmax.scale_dtype(spec.dtype), numel=groups)
         return low, scale, encoded.tensor("codes", dtype=torch.uint8, numel=self.codes_nbytes(spec.numel))
 
     def codes_nbytes(self, count: int) -> int:
@@ -129,23 +129,21 @@ class Groups:
 
     def _encode(self, values: Tensor, start: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
         """Minima, scales and packed codes of the groups from element ``start`` on."""
-        count, work, levels = values.numel(), _work(values.dtype), (1 << self.bits) - 1
+        count, work, levels = values.numel(), minmax.work_dtype(values.dtype), (1 << self.bits) - 1
         missing = -count % self.group
         if missing:
             values = torch.cat([values, values[-1:].expand(missing)])
         x = values.view(-1, self.group).to(work)
         low = x.amin(1) + 0.0  # of zeros of both signs, the positive one
         span = x.amax(1) - low
-        info = torch.finfo(work)
-        sound = span < 1 / info.smallest_normal  # not where it is NaN
-        step = _round_up(torch.clamp(span * (1.0 / levels), min=info.smallest_normal))
-        t = ((x - low.unsqueeze(1)) * inverse(step).unsqueeze(1)).clamp_(max=levels)
+        step, sound = minmax.step_over(span, levels)
+        t = ((x - low.unsqueeze(1)) * minmax.inverse(step).unsqueeze(1)).clamp_(max=levels)
         if self.rounding == "stochastic":
             t += self._dither(seed, start, x.numel(), work, x.device).reshape(t.shape)
         code = torch.where(sound.unsqueeze(1), torch.round(t), 0).to(torch.uint8)
         code.view(-1)[count:] = 0
         low = torch.where(sound, low, 0).to(values.dtype)
-        return low, _scale(step, span > 0, sound), self._pack(code)[: self.codes_nbytes(count)]
+        return low, minmax.stored_scale(step, span > 0, sound), self._pack(code)[: self.codes_nbytes(count)]
 
     def _dither(self, seed: int, start: int, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Offsets of ``count`` elements in memory order; places come before parts in the order of the stream."""
@@ -172,39 +170,3 @@ def of_payload(encoded: Encoded) -> Groups:
         return Groups(encoded.meta["bits"], encoded.meta["group"])
     except (KeyError, PolicyError) as error:
         raise PayloadError(f"groups payload: its options cannot be: {error}: corrupted") from error
-
-
-def scale_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.bfloat16
-
-
-def inverse(scale: Tensor) -> Tensor:
-    """1 / scale to within 2**-22, by sums and products alone: a kernel repeats them for less than a division."""
-    if scale.dtype == torch.float64:
-        return 1 / scale
-    guess = (0x7EF311C7 - scale.view(torch.int32)).view(torch.float32)
-    for _ in range(3):
-        guess = guess * (2.0 - scale * guess)
-    return guess
-
-
-def _work(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _round_up(scale: Tensor) -> Tensor:
-    """To the next bfloat16 value, as float32; float64 stays as it is.
-
-    Three units in the last place too much are forgiven: the product that led here may have added two of them.
-    """
-    if scale.dtype == torch.float64:
-        return scale
-    return ((scale.view(torch.int32) + 0xFFFC) & -0x10000).view(torch.float32)
-
-
-def _scale(step: Tensor, varies: Tensor, sound: Tensor) -> Tensor:
-    """What is stored: zero where all values are equal, NaN (always the same one) where they cannot be coded."""
-    if step.dtype == torch.float64:
-        return torch.where(sound, torch.where(varies, step, 0), torch.nan)
-    high = torch.where(varies, step.view(torch.int32) >> 16, 0)
-    return torch.where(sound, high, 0x7FC0).to(torch.int16).view(torch.bfloat16)

@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lowtide.bounds import BoundRule
+from lowtide.controllers import Noise
 from lowtide.errors import StateError, UnknownNameError
+from lowtide.ledger import Ledger
 from lowtide.records import Need, Site
+from lowtide.statistics import Statistics
 
 __all__ = ["Fixed"]
 
@@ -44,9 +47,18 @@ class Fixed:
         rule: BoundRule = self.table[need.family]
         return rule
 
-    def step(self, number: int) -> bool:
+    def wants(self, step: int) -> None:
+        """Constants need no statistics."""
+
+    def step(self, number: int, statistics: Statistics | None, ledger: Ledger) -> bool:
         """Constants do not move."""
         return False
+
+    def noise_by_site(self) -> dict[str, Noise]:
+        return {}
+
+    def events(self) -> tuple[str, ...]:
+        return ()
 
     def state_dict(self) -> dict[str, Any]:
         return {"table": {family: str(rule) for family, rule in self.table.items()}}

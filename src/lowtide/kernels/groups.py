@@ -18,6 +18,7 @@ from torch import Tensor
 from lowtide.codecs.groups import Groups, of_payload
 from lowtide.coding import dither, layout
 from lowtide.kernels import interpreted
+from lowtide.kernels._pieces import hash_word, higher_of, lower_of, narrow, reciprocal, round_bf16, widen
 from lowtide.records import Bound, Encoded
 
 __all__ = ["GroupsKernel"]
@@ -95,62 +96,6 @@ def _tile(codec: Groups, dtype: torch.dtype) -> int:
     return max(32 * _WARPS * vector // places, 1)
 
 
-@triton.jit
-def _widen(x):
-    """To float32; bfloat16 by its bits, because Triton's interpreter loses its subnormals."""
-    if x.dtype == tl.bfloat16:
-        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    else:
-        return x.to(tl.float32)
-
-
-@triton.jit
-def _lowest(a, b):
-    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _highest(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _hash(word, low_key, high_key):
-    word = word + low_key.to(tl.uint32)
-    word = word ^ (word >> 16)
-    word = word * 0x7FEB352D
-    word = word ^ high_key.to(tl.uint32)
-    word = word ^ (word >> 15)
-    word = word * 0x846CA68B
-    return word ^ (word >> 16)
-
-
-@triton.jit
-def _inverse(scale):
-    """As in the codec: the same products and sums."""
-    guess = (0x7EF311C7 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-    for _ in tl.static_range(3):
-        guess = guess * (2.0 - scale * guess)
-    return guess
-
-
-@triton.jit
-def _narrow(value, dtype: tl.constexpr):
-    """A float32 that is exact in ``dtype``; see ``_widen``."""
-    if dtype == tl.bfloat16:
-        return (value.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    else:
-        return value.to(dtype)
-
-
-@triton.jit
-def _round_bf16(value):
-    """Nearest bfloat16, ties to even, as float32 (Triton's interpreter rounds its casts otherwise)."""
-    bits = value.to(tl.int32, bitcast=True)
-    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-    return tl.where(value == value, bits, 0x7FC00000).to(tl.float32, bitcast=True)
-
-
 @triton.jit(do_not_specialize=_RUNTIME)
 def _encode(
     x_ptr, low_ptr, scale_ptr, codes_ptr, count, low_key, high_key,
@@ -184,34 +129,34 @@ def _encode_tile(
     left = tl.minimum(count - start, GROUPS * GROUP).to(tl.int32)  # elements of this program
     for part in tl.static_range(PARTS):
         if WHOLE:
-            x = _widen(tl.load(x_ptr + start + (at + part * PLACES)))
+            x = widen(tl.load(x_ptr + start + (at + part * PLACES)))
             least, most = x, x
         else:
             here = at + part * PLACES < left
-            x = _widen(tl.load(x_ptr + start + (at + part * PLACES), mask=here, other=0.0))
+            x = widen(tl.load(x_ptr + start + (at + part * PLACES), mask=here, other=0.0))
             least, most = tl.where(here, x, float("inf")), tl.where(here, x, float("-inf"))
         if part == 0:
             parts, lowest, highest = (x,), least, most
         else:
             parts = parts + (x,)  # type: ignore[assignment] # noqa: RUF005
-            lowest, highest = _lowest(lowest, least), _highest(highest, most)
-    low = tl.reduce(lowest, 1, _lowest) + 0.0  # of zeros of both signs, the positive one
-    span = tl.reduce(highest, 1, _highest) - low
+            lowest, highest = lower_of(lowest, least), higher_of(highest, most)
+    low = tl.reduce(lowest, 1, lower_of) + 0.0  # of zeros of both signs, the positive one
+    span = tl.reduce(highest, 1, higher_of) - low
     sound = span < 8.507059173023462e37  # 2**126; not where it is NaN
     step = tl.maximum(span * (1.0 / ((1 << BITS) - 1)), 1.1754943508222875e-38)  # 2**-126
     bits = (step.to(tl.int32, bitcast=True) + 0xFFFC) & -65536
     scale = tl.where(sound, tl.where(span > 0, bits >> 16, 0), 0x7FC0).to(tl.int16)
     exists = group * GROUP < left
     first = start // GROUP
-    tl.store(low_ptr + first + group, _narrow(tl.where(sound, low, 0.0), low_ptr.dtype.element_ty), mask=exists)
+    tl.store(low_ptr + first + group, narrow(tl.where(sound, low, 0.0), low_ptr.dtype.element_ty), mask=exists)
     tl.store(scale_ptr + first + group, scale, mask=exists)
 
-    inverse = _inverse(bits.to(tl.float32, bitcast=True))
+    inverse = reciprocal(bits.to(tl.float32, bitcast=True))
     byte_at = group[:, None] * (GROUP // PER_BYTE) + place
     for part in tl.static_range(PARTS):
         if DITHER and part % 4 == 0:
             index = (start // 4).to(tl.uint32) + (group[:, None] * (GROUP // 4) + part // 4 * PLACES + place)
-            word = _hash(index.to(tl.uint32), low_key, high_key)
+            word = hash_word(index.to(tl.uint32), low_key, high_key)
         # No code needs clipping, but ptxas for sm_100 would fuse the product with the sum if nothing were in between.
         t = tl.minimum((parts[part] - low[:, None]) * inverse[:, None], (1 << BITS) - 1.0)
         if DITHER:
@@ -264,8 +209,8 @@ def _decode_tile(
     left = tl.minimum(count - start, GROUPS * GROUP).to(tl.int32)
     exists = group * GROUP < left
     first = start // GROUP
-    low = _widen(tl.load(low_ptr + first + group, mask=exists, other=0.0))[:, None]
-    scale = _widen(tl.load(scale_ptr + first + group, mask=exists, other=0.0))[:, None]
+    low = widen(tl.load(low_ptr + first + group, mask=exists, other=0.0))[:, None]
+    scale = widen(tl.load(scale_ptr + first + group, mask=exists, other=0.0))[:, None]
     byte_at = group[:, None] * (GROUP // PER_BYTE) + place
     for part in tl.static_range(PARTS):
         if part % PER_BYTE == 0:
@@ -279,7 +224,7 @@ def _decode_tile(
         value = tl.fma(code.to(tl.float32), scale, low)
         value = tl.minimum(value, LARGEST, propagate_nan=tl.PropagateNan.ALL)
         if SOFT:
-            value = _narrow(_round_bf16(value), y_ptr.dtype.element_ty)
+            value = narrow(round_bf16(value), y_ptr.dtype.element_ty)
         else:
             value = value.to(y_ptr.dtype.element_ty)
         if WHOLE:

@@ -10,7 +10,11 @@ from lowtide.registry import METHODS
 
 
 class Method(Protocol):
-    """What a named method brings together. It is a frozen dataclass of its options."""
+    """What a named method brings together. It is a frozen dataclass of its options.
+
+    Two things more a method may have, for where ``attach`` is not told otherwise. ``store()`` makes the store for its
+    payloads; without it they wait on the device. ``regions()`` says which modules are run again in backward.
+    """
 
     def values(self) -> Codec | None:
         """The codec for error-bounded values; None keeps them as they are."""

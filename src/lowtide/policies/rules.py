@@ -14,7 +14,7 @@ from typing import Any
 from lowtide import codecs
 from lowtide.bounds import BoundRule, BoundSource
 from lowtide.codecs import Codec
-from lowtide.controllers import Controller
+from lowtide.controllers import ChoosesCodec, Controller, Keep
 from lowtide.errors import LowtideWarning, PolicyError, UnknownNameError
 from lowtide.records import ROOT, Kind, Need, Site, TensorSpec
 
@@ -128,6 +128,7 @@ class Policy:
     values: Codec | None
     rules: tuple[Rule, ...] = ()
     poison: bool = False
+    is_waiting: bool = False  # the controller has had values kept on purpose
     _decided: dict[tuple[Site, Need, Any], Decision] = field(default_factory=dict)
     _latest: dict[str, tuple[Site, Need, Any, Decision]] = field(default_factory=dict)
     _matched: set[int] = field(default_factory=set)
@@ -162,11 +163,14 @@ class Policy:
         codec, bound = self._choose(site, need, rule)
         if codec is None:
             return Decision(None, None, "values kept by the method")
+        if isinstance(bound, Keep):
+            self.is_waiting = True
+            return Decision(None, None, bound.reason)
         if not codec.accepts(spec.dtype):
             return Decision(None, None, f"codec {codec.name} does not take {str(spec.dtype).removeprefix('torch.')}")
         return Decision(codec, bound, need.why)
 
-    def _choose(self, site: Site, need: Need, rule: Rule | None) -> tuple[Codec | None, BoundSource | None]:
+    def _choose(self, site: Site, need: Need, rule: Rule | None) -> tuple[Codec | None, BoundSource | Keep | None]:
         if need.kind is Kind.METADATA:
             return codecs.create("shape", poison=self.poison), None
         if need.kind is Kind.MASK:
@@ -176,7 +180,11 @@ class Policy:
         if need.kind is Kind.WINDOW:
             window = dataclasses.asdict(need.window) if need.window is not None else {}
             return codecs.create("window_index", **window), None
-        codec = codecs.create(rule.codec, **rule.options) if rule is not None and rule.codec else self.values
+        if rule is not None and rule.codec:
+            codec: Codec | None = codecs.create(rule.codec, **rule.options)
+        else:
+            chooser = self.controller
+            codec = chooser.codec(site, need, self.values) if isinstance(chooser, ChoosesCodec) else self.values
         if rule is not None and rule.bound is not None:
             return codec if codec is not None and codec.takes_bound else codecs.create("sz"), rule.bound
         bounded = codec is not None and codec.takes_bound

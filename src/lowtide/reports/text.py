@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from lowtide.controllers import Noise
 from lowtide.ledger import SiteEntry
 
 
-def render(method: str, totals: dict[str, Any], sites: Sequence[SiteEntry]) -> str:
+def render(
+    method: str,
+    totals: dict[str, Any],
+    sites: Sequence[SiteEntry],
+    noise: Mapping[str, Noise] | None = None,
+    events: Sequence[str] = (),
+) -> str:
     """The whole report."""
     lines = [f"Lowtide, method {method}, {totals['step']} steps"]
     ratio = f" ({totals['ratio']:.2f}x less)" if totals["ratio"] else ""
@@ -25,7 +32,7 @@ def render(method: str, totals: dict[str, Any], sites: Sequence[SiteEntry]) -> s
     lines += ["", *table(("need", "saves", "plain", "held"), rows)]
     coded = [entry for entry in sites if entry.codec != "kept"]
     by_site = [
-        (entry.name, entry.codec, entry.bound or "exact", size(entry.raw_nbytes), size(entry.held_nbytes))
+        (entry.name, entry.codec, short(entry.bound) or "exact", size(entry.raw_nbytes), size(entry.held_nbytes))
         for entry in coded
     ]
     lines += ["", *table(("site (last step)", "codec", "bound", "plain", "held"), by_site)]
@@ -33,6 +40,20 @@ def render(method: str, totals: dict[str, Any], sites: Sequence[SiteEntry]) -> s
     if rest:
         by_reason = [(reason, str(row["saves"]), size(row["held"])) for reason, row in rest.items()]
         lines += ["", *table(("left alone, because", "saves", "held"), by_reason)]
+    if noise:
+        heads = ("added gradient noise", "share", "predicted", "measured", "in step", "propagated")
+        shown = [
+            (
+                name,
+                *map(_share, (item.share, item.predicted, item.measured)),
+                "" if item.checked is None else str(item.checked),
+                _share(item.propagated),
+            )
+            for name, item in noise.items()
+        ]
+        lines += ["", *table(heads, shown)]
+    if events:
+        lines += ["", *events]
     return "\n".join(lines)
 
 
@@ -54,6 +75,19 @@ def _grouped(pairs: Iterable[tuple[str, SiteEntry]]) -> dict[str, dict[str, int]
         row["raw"] += entry.raw_nbytes
         row["held"] += entry.held_nbytes
     return dict(sorted(groups.items(), key=lambda item: -item[1]["raw"]))
+
+
+def short(bound: str) -> str:
+    """A bound with three digits: controllers choose numbers that nobody wants to read to the end."""
+    value, space, unit = bound.partition(" ")
+    try:
+        return f"{float(value):.3g}{space}{unit}"
+    except ValueError:
+        return bound
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.2g}"
 
 
 def size(nbytes: int) -> str:

@@ -1,0 +1,268 @@
+"""Every method on one model: memory held, peak, step time, and the noise it adds to gradients beside SGD's own.
+
+    PYTHONPATH=src python benchmarks/methods.py resnet50 --batch 256 --precision tf32,bf16 --plot methods.svg
+    PYTHONPATH=src python benchmarks/methods.py resnet18 --tiny --device cpu --batch 8 --methods division,gact
+
+Time and memory are measured as by ``lowtide bench step`` (docs/bench.md), plain training first, and after one step in
+which promises are checked. Noise is measured at the weights that a method has trained to by then, over ``--batches``
+new batches: for each, the gradient with the method attached, and twice the one without it.
+- ``noise`` is the mean of |g' - g|^2 over the batches, g' and g the gradients of all parameters with and without;
+- ``sgd_noise`` is the variance of g from batch to batch, sum of |g - mean|^2 / (batches - 1);
+- ``noise_share`` is their ratio: 0.1 adds as much as a batch that is a tenth smaller;
+- ``floor_share`` is the same for plain training against itself: what the device does not repeat.
+Dropout draws the same masks each time. Methods that set themselves get ``--warm`` steps to do so; the default methods
+are all of them, with periods short enough for that. Rows are appended to a CSV file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import sys
+import traceback
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.app.bench import arguments, meters, specs, timing, workload
+from lowtide.app.bench.rows import ENVIRONMENT, ResultFile, describe_environment, explain, now
+from lowtide.app.bench.variants import Variant
+from lowtide.app.bench.workload import Task, Workload
+from lowtide.errors import LowtideError
+from lowtide.registry import METHODS
+from lowtide.reports.text import size, table
+
+COLUMNS = (
+    *ENVIRONMENT,
+    *("model", "options", "batch", "input", "precision", "channels_last", "method", "optimizer", "seed", "warm"),
+    *("repeats", "batches", "ok", "error", "loss", "step_ms", "step_ms_min", "step_ms_max", "static", "held", "peak"),
+    *("held_requested", "peak_requested", "ledger_raw", "ledger_held", "saves", "step_x_plain", "held_x_less"),
+    *("peak_x_less", "ledger_x_less", "gradient", "sgd_noise", "noise", "noise_share", "floor_share"),
+)
+# Methods that learn from statistics do so every few steps here, not every hundred or thousand.
+SHORT_PERIODS = {"acgc": 8, "actnn": 8, "budget": 8, "comet": 8, "gact": 8}
+
+
+def default_methods() -> list[str]:
+    return [f"{name}(period={SHORT_PERIODS[name]})" if name in SHORT_PERIODS else name for name in METHODS.names()]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", nargs="?", default="resnet50", help="a model of the zoo, or torchvision:NAME (default: %(default)s)")
+    add("--batch", type=int, default=256, help="samples in a batch (default: %(default)s)")
+    add("--precision", default="tf32", help=f"of {', '.join(workload.PRECISIONS)} (default: %(default)s)")
+    add("--methods", default=",".join(default_methods()), help="as for lowtide bench step (default: all)")
+    add("--batches", type=int, default=8, help="to measure noise on, 2 or more (default: %(default)s)")
+    add("--repeats", type=int, default=10, help="timed steps, of which the median counts (default: %(default)s)")
+    add("--warm", type=int, default=24, help="untimed steps before them (default: %(default)s)")
+    add("--channels-last", action="store_true", help="channels_last for conv nets (in bf16 they are in any case)")
+    add("--plot", type=Path, metavar="PATH", help="draw memory against noise into an SVG file")
+    arguments.add_model(parser)
+    arguments.add_shared(parser, out="benchmarks/results/methods.csv")
+
+
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row for each method in each precision."""
+    arguments.require_positive(options, "batch", "repeats")
+    if options.batches < 2:
+        raise specs.UsageError(f"noise from batch to batch needs 2 or more --batches, got {options.batches}")
+    device = arguments.find_device(options)
+    precisions = specs.choose("precision", options.precision, workload.PRECISIONS)
+    texts = [text for text in specs.split(options.methods) if text != "plain"]
+    variants = [Variant.parse(text) for text in ["plain", *texts]]
+    load = workload.find_workload(options.model, specs.parse_options(options.set), tiny=options.tiny)
+    out = ResultFile(arguments.find_out(options), COLUMNS).begin()
+    environment = describe_environment(device, options.revision)
+    rows: list[dict[str, Any]] = []
+    for precision in precisions:
+        plain: dict[str, Any] = {}
+        for variant in variants:
+            arguments.say(f"{load.name}, batch {options.batch}, {precision}, {variant.text}: ", end="")
+            with workload.applied(precision):
+                row = {**environment, "date": now(), **describe(load, variant, precision, options)}
+                row |= attempt(load, variant, precision, device, options)
+            plain = plain or row
+            relate(row, plain)
+            out.append(row)
+            rows.append(row)
+            arguments.say(progress(row))
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    print("\n".join(show(rows)))
+    if options.plot:
+        options.plot.write_text(draw(rows), encoding="utf-8")
+    return rows
+
+
+def describe(load: Workload, variant: Variant, precision: str, options: argparse.Namespace) -> dict[str, Any]:
+    given = [*(["tiny"] if options.tiny else []), *options.set]
+    row = {"model": load.name, "options": " ".join(given), "precision": precision, "method": variant.text}
+    return row | {name: getattr(options, name) for name in ("batch", "seed", "warm", "repeats", "batches")}
+
+
+def attempt(
+    load: Workload, variant: Variant, precision: str, device: torch.device, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Results of a method, or its failure: one method does not end the run."""
+    try:
+        return {"ok": True, "error": "", **measure(load, variant, precision, device, options)}
+    except Exception as error:
+        if options.traceback:
+            traceback.print_exc()
+        return {"ok": False, "error": explain(error)}
+
+
+def measure(
+    load: Workload, variant: Variant, precision: str, device: torch.device, options: argparse.Namespace
+) -> dict[str, Any]:
+    task = Task(load, precision, batch=options.batch, device=device, seed=options.seed,
+                channels_last=options.channels_last)  # fmt: skip
+    variant.prepare(task)
+    row: dict[str, Any] = {"input": "x".join(map(str, task.inputs.shape)), "channels_last": task.channels_last}
+    row["optimizer"] = type(task.optimizer).__name__
+    with variant.attached(task, seed=options.seed, check=True):  # the gate: promises are kept
+        task.step()
+    with variant.attached(task, seed=options.seed) as session:
+        for _ in range(options.warm):
+            task.step()
+        row |= timing.interleave({"step": task.step}, device, repeats=options.repeats)["step"].cells("step_ms")
+        row |= meters.measure_memory(task, session)
+        row["loss"] = float(task.step())
+        if not math.isfinite(row["loss"]):
+            raise LowtideError(f"the loss is {row['loss']} after {options.warm + options.repeats + 2} steps")
+        batches = [task.draw() for _ in range(options.batches)]
+        lossy = [gradient(task, batch, number) for number, batch in enumerate(batches)]
+    return row | compare(task, batches, lossy)
+
+
+def gradient(task: Task, batch: tuple[Tensor, Tensor], number: int) -> list[Tensor]:
+    """Of all parameters, at the weights as they are; the same random numbers for the same batch."""
+    torch.manual_seed(number)
+    task.inputs, task.target = batch
+    task.optimizer.zero_grad(set_to_none=True)
+    task.loss().backward()
+    return [parameter.grad.detach() for parameter in task.model.parameters() if parameter.grad is not None]
+
+
+def compare(task: Task, batches: list[tuple[Tensor, Tensor]], lossy: list[list[Tensor]]) -> dict[str, Any]:
+    """Noise, of which gradients without the method are the measure."""
+    plain = [gradient(task, batch, number) for number, batch in enumerate(batches)]
+    again = [gradient(task, batch, number) for number, batch in enumerate(batches)]
+    mean = [torch.stack(parts).mean(0) for parts in zip(*plain, strict=True)]
+    between = sum(distance(each, mean) for each in plain) / (len(plain) - 1)
+    noise = sum(map(distance, lossy, plain)) / len(plain)
+    floor = sum(map(distance, again, plain)) / len(plain)
+    return {
+        "gradient": sum(float(part.double().square().sum()) for part in mean),
+        "sgd_noise": between,
+        "noise": noise,
+        "noise_share": noise / between,
+        "floor_share": floor / between,
+    }
+
+
+def distance(one: list[Tensor], other: list[Tensor]) -> float:
+    return sum(float((a - b).double().square().sum()) for a, b in zip(one, other, strict=True))
+
+
+def relate(row: dict[str, Any], plain: dict[str, Any]) -> None:
+    for name, ours, theirs in (
+        ("step_x_plain", row.get("step_ms"), plain.get("step_ms")),
+        ("held_x_less", plain.get("held"), row.get("held")),
+        ("peak_x_less", plain.get("peak"), row.get("peak")),
+        ("ledger_x_less", row.get("ledger_raw"), row.get("ledger_held")),
+    ):
+        if ours and theirs:
+            row[name] = ours / theirs
+
+
+def show(rows: list[dict[str, Any]]) -> list[str]:
+    heads = ("method", "precision", "step ms", "x plain", "held", "x less", "peak", "x less", "ledger x less",
+             "noise / SGD's", "floor", "result")  # fmt: skip
+    cells = []
+    for row in rows:
+        cells.append((
+            row["method"], row["precision"], number(row.get("step_ms")), number(row.get("step_x_plain")),
+            amount(row.get("held")), number(row.get("held_x_less")), amount(row.get("peak")),
+            number(row.get("peak_x_less")), number(row.get("ledger_x_less")), number(row.get("noise_share")),
+            number(row.get("floor_share")), "ok" if row["ok"] else row["error"],
+        ))  # fmt: skip
+    return table(heads, cells)
+
+
+def progress(row: dict[str, Any]) -> str:
+    return (
+        f"{row['step_ms']:.2f} ms, noise {row['noise_share']:.3g} of SGD's" if row["ok"] else f"FAILED, {row['error']}"
+    )
+
+
+def number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def amount(value: int | None) -> str:
+    return "" if value is None else size(value)
+
+
+def draw(rows: list[dict[str, Any]]) -> str:
+    """Ratio of the ledger against added noise, both on logarithmic axes, a point for each method."""
+    points = [
+        (row["noise_share"], row["ledger_x_less"], f"{row['method']} {row['precision']}")
+        for row in rows
+        if row.get("noise_share") and row.get("ledger_x_less")
+    ]
+    width, height, margin = 720, 480, 60
+    xs = [math.log10(max(x, 1e-9)) for x, _, _ in points] or [-3.0, 0.0]
+    ys = [math.log10(y) for _, y, _ in points] or [0.0, 1.0]
+    left, right = math.floor(min(xs)), math.ceil(max(xs) + 0.1)
+    bottom, top = 0, math.ceil(max(ys) + 0.01)
+
+    def across(x: float) -> float:
+        return margin + (x - left) / (right - left) * (width - 2 * margin)
+
+    def up(y: float) -> float:
+        return height - margin - (y - bottom) / (top - bottom) * (height - 2 * margin)
+
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
+             'font-size="12"><rect width="100%" height="100%" fill="white"/>']  # fmt: skip
+    for power in range(left, right + 1):
+        x = across(power)
+        parts.append(f'<path d="M{x:.1f} {margin}V{height - margin}" stroke="#ddd"/>')
+        parts.append(f'<text x="{x:.1f}" y="{height - margin + 18}" text-anchor="middle">1e{power}</text>')
+    for ratio in (1, 2, 5, 10, 20, 50, 100):
+        if math.log10(ratio) <= top:
+            y = up(math.log10(ratio))
+            parts.append(f'<path d="M{margin} {y:.1f}H{width - margin}" stroke="#ddd"/>')
+            parts.append(f'<text x="{margin - 8}" y="{y + 4:.1f}" text-anchor="end">{ratio}x</text>')
+    for (_, _, name), x, y in zip(points, xs, ys, strict=False):
+        parts.append(f'<circle cx="{across(x):.1f}" cy="{up(y):.1f}" r="4" fill="#06c"/>')
+        parts.append(f'<text x="{across(x) + 7:.1f}" y="{up(y) - 5:.1f}">{escape(name)}</text>')
+    parts.append(
+        f'<text x="{width / 2}" y="{height - 14}" text-anchor="middle">added gradient noise / SGD\'s own</text>'
+    )
+    parts.append(f'<text x="14" y="{margin - 20}">times less held for backward</text></svg>')
+    return "\n".join(parts)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    configure(parser)
+    options = parser.parse_args()
+    try:
+        rows = run(options)
+    except LowtideError as error:
+        if options.traceback:
+            raise
+        print(f"methods.py: {error}", file=sys.stderr)
+        return 2
+    return 0 if all(row["ok"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

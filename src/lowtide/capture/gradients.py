@@ -1,0 +1,260 @@
+"""Statistics for controllers, gathered on the device while a normal step runs, and only in steps that ask for them.
+
+In such a step every node whose saved values are coded gets a hook. When backward has run the node, the hook reduces the
+gradient that arrived and those that go on to a few numbers. What became of a weight's gradient is read from the weight
+itself when backward has added to it: before a scaler or a clipping touches it, so that it matches the gradients above.
+At the end of the step all numbers travel to the host in one copy; they are handed over one step later, always, so that
+a run does not depend on how fast they were.
+
+Gradients may be accumulated over several forwards: sums run over all of them. If a weight's gradient was thrown away in
+between (a scaler found inf and skipped the step), so are the sums that belong to it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide import bounds
+from lowtide.capture import identity, sensitivity
+from lowtide.capture.channels import Channels
+from lowtide.capture.handles import Alias, Entry, Handle, Passed
+from lowtide.capture.momentum import Momentum
+from lowtide.capture.numbers import Record, read
+from lowtide.capture.parcel import Parcel
+from lowtide.capture.producer import Producer, weight_edge
+from lowtide.capture.sensitivity import Probe, count_nonzero, square
+from lowtide.capture.spot import SpotCheck
+from lowtide.records import Kind, Site
+from lowtide.statistics import PROPAGATED, WEIGHT, Statistics, Wish
+
+
+class Collector:
+    """Collects what a ``Wish`` names between ``begin`` and ``finish``; ``deliver`` hands it over one step later."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
+        self._optimizer = optimizer
+        self._momentum = Momentum(optimizer)
+        self._under_way: tuple[Parcel, Callable[[list[Tensor]], Statistics]] | None = None
+        self._arrived: Statistics | None = None
+        self._loss: Tensor | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self._wish = Wish()
+        self._records: dict[str, Record] = {}
+        self._leaders: weakref.WeakKeyDictionary[Entry, str] = weakref.WeakKeyDictionary()
+        self._named: dict[str, Tensor] = {}  # weights by the sites that serve them
+        self._gradients: dict[int, Tensor] = {}  # squared norms by weight
+        self._seen: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # gradients and their versions, by weight
+        self._since = 0  # the first backward pass whose gradients were not thrown away
+        self._hooks: dict[int, Any] = {}  # by weight
+        self._below: Producer | None = None  # the layer that ran last
+
+    def begin(self, wish: Wish) -> None:
+        """A step begins in which this is to be measured."""
+        self.close()
+        self._wish = wish
+
+    def close(self) -> None:
+        """Take hooks off the weights and forget what was collected."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._clear()
+
+    def watch(self, loss: Tensor) -> None:
+        """The loss of this step."""
+        self._loss = loss.detach()
+
+    def observe(self, node: Any, handle: Handle) -> None:
+        """A save has been named and still holds its tensor: have its node report."""
+        site, need, wish = handle.site, handle.need, self._wish
+        assert site is not None and need is not None, "the save has been named"
+        if need.kind is not Kind.VALUES:
+            return
+        edge = weight_edge(site)
+        weight = None if edge is None else identity.parameter_behind(node.next_functions[edge][0])
+        if weight is not None:
+            self._named.setdefault(site.name, weight)
+        if not wish.noise:
+            return
+        with torch.no_grad(), torch.autocast(handle.spec.device.type, enabled=False):
+            x = handle.restore()
+            record = self._record(node, handle, x)
+            probes = sensitivity.probes(site, need.family, node, x, self._below_of(node))
+            for probe in probes:
+                self._find_weight(node, probe, record)
+            self._below = Producer.of(site, node, x)
+            check = SpotCheck.of(site, node, x) if site.name in wish.checks else None
+            if wish.spread:
+                part = bounds.sample(x, ())
+                record.add("nonzero", count_nonzero(part) / max(part.numel(), 1))
+                record.add("mean", part.mean(dtype=torch.promote_types(x.dtype, torch.float32)))
+                record.add("square", square(part) / max(part.numel(), 1))
+            channels = Channels.of(node, x) if wish.channels and "batch_norm" in site.op else None
+        hook = _Hook(record, probes, peaks=wish.peaks, channels=channels)
+        if check is not None:
+            hook.check = check, handle
+        node.register_hook(hook)
+
+    def _record(self, node: Any, handle: Handle, x: Tensor) -> Record:
+        """The site's record; the first forward of a step begins it."""
+        site, need = handle.site, handle.need
+        assert site is not None and need is not None
+        if site.name not in self._records:
+            leader = self._leaders.setdefault(handle.entry, site.name) if handle.entry is not None else site.name
+            shape = sensitivity.geometry(site.op, node)
+            self._records[site.name] = Record({
+                "site": site.name,
+                "op": site.op,
+                "family": need.family,
+                "unit": sensitivity.unit_of(site.op),
+                "dtype": str(x.dtype).removeprefix("torch."),
+                "leader": leader,
+                "numel": x.numel(),
+                "samples": x.shape[0] if x.dim() else 1,
+                "outputs": shape.outputs,
+                "reuse": shape.reuse,
+            })  # fmt: skip
+        return self._records[site.name]
+
+    def _below_of(self, node: Any) -> Producer | None:
+        """The layer whose output ``node`` reads: the last one, or one whose input is not ours to store."""
+        below = node.next_functions[0][0] if node.next_functions else None
+        if below is None or (self._below is not None and self._below.is_below(node)):
+            return self._below
+        if type(below).__name__ != "ConvolutionBackward0":
+            return None
+        saved = below._raw_saved_input.data
+        if type(saved) is Passed or (type(saved) is Handle and isinstance(saved.kept, Alias)):
+            return Producer.of(Site("", "convolution", "input"), below, saved.restore())
+        return None
+
+    def _find_weight(self, node: Any, probe: Probe, record: Record) -> None:
+        """The parameter that a probe's gradient ends in; its gradient is read when backward has added to it."""
+        if probe.kind == PROPAGATED:
+            return
+        weight = probe.weight
+        if weight is None:
+            weight = identity.parameter_behind(node.next_functions[probe.edge][0])
+        if weight is None:
+            return
+        record.weights[probe.kind] = weight
+        if id(weight) not in self._hooks:
+            self._hooks[id(weight)] = weight.register_post_accumulate_grad_hook(self._accumulated)
+
+    def _accumulated(self, weight: Tensor) -> None:
+        gradient = weight.grad
+        if gradient is None:
+            return
+        before = self._seen.get(id(weight))
+        if before is not None and (before[0]() is not gradient or before[1] + 1 != gradient._version):
+            self._since = max(self._since, torch._C._current_graph_task_id())
+        self._seen[id(weight)] = (weakref.ref(gradient), gradient._version)
+        with torch.no_grad():
+            self._gradients[id(weight)] = square(gradient)
+
+    def finish(self, step: int) -> None:
+        """The step has ended, the optimizer has done its work: send the numbers off."""
+        if self._wish.shadow:
+            self._momentum.update(self._named)
+        if self._records or self._loss is not None:
+            with torch.no_grad():
+                self._send(step)
+        if self._wish.momentum:
+            self._momentum.end()
+        self._loss = None
+        self.close()
+
+    def _send(self, step: int) -> None:
+        names: list[tuple[str, str]] = []
+        numbers: list[Tensor] = []
+        if self._loss is not None:
+            names.append(("", "loss"))
+            numbers.append(self._loss)
+        uses: dict[int, int] = {}
+        for site, record in self._records.items():
+            for weight in record.weights.values():
+                uses[id(weight)] = uses.get(id(weight), 0) + 1
+            found = record.totals(self._since)
+            found.update(self._of_weights(site, record.weights))
+            names += [(site, name) for name in found]
+            numbers += found.values()
+            record.facts["passes"] = record.passes(self._since)
+        facts = [
+            (record.facts, {kind: uses[id(weight)] for kind, weight in record.weights.items()})
+            for record in self._records.values()
+        ]
+        is_skipped = getattr(self._optimizer, "found_inf", None) is not None
+        self._under_way = Parcel(numbers), lambda parts: read(step, names, parts, facts, is_skipped)
+
+    def _of_weights(self, site: str, weights: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+        """Energies of the gradients that ended in weights, and what the optimizer knows about them."""
+        found: dict[str, Tensor] = {}
+        for kind, weight in weights.items():
+            if id(weight) not in self._gradients:
+                continue
+            found[f"energy.{kind}"] = self._gradients[id(weight)]
+            if self._wish.momentum and kind == WEIGHT:
+                found["stepped"] = square(weight.grad) if weight.grad is not None else self._gradients[id(weight)]
+                mean = self._momentum.mean(site, weight)
+                if mean is not None:
+                    found["momentum"] = mean
+        return found
+
+    def deliver(self) -> Statistics | None:
+        """What was sent off at the end of the previous step; None if that was nothing."""
+        arrived, under_way = self._arrived, self._under_way
+        self._arrived = self._under_way = None
+        if under_way is not None:
+            parcel, reader = under_way
+            arrived = reader(parcel.open())
+        return arrived
+
+    def state_dict(self) -> dict[str, Any]:
+        self._arrived = self.deliver()
+        return {
+            "arrived": None if self._arrived is None else self._arrived.to_state(),
+            "momentum": self._momentum.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._under_way = None
+        self._arrived = None if state["arrived"] is None else Statistics.from_state(state["arrived"])
+        self._momentum.load_state_dict(state["momentum"])
+
+
+class _Hook:
+    """Runs when backward has run a node: its gradients become a few numbers of the node's site."""
+
+    def __init__(self, record: Record, probes: list[Probe], *, peaks: bool, channels: Channels | None) -> None:
+        self._record, self._probes, self._peaks, self._channels = record, probes, peaks, channels
+        self.check: tuple[SpotCheck, Handle] | None = None
+
+    @torch.no_grad()
+    def __call__(self, grad_inputs: Sequence[Tensor | None], grad_outputs: Sequence[Tensor | None]) -> None:
+        gy, record = grad_outputs[0], self._record
+        if gy is None:
+            return
+        backward = torch._C._current_graph_task_id()
+        record.add("gradient", square(gy), backward)
+        for probe in self._probes:
+            outgoing = grad_inputs[probe.edge]
+            if outgoing is None:
+                continue
+            record.add(f"sensitivity.{probe.kind}", probe.measure(grad_inputs, gy), backward)
+            if probe.kind not in record.weights:
+                record.add(f"energy.{probe.kind}", square(outgoing), backward)
+        if self._peaks and gy.dim() > 1:
+            record.add("peak", torch.linalg.vector_norm(gy.flatten(1), torch.inf, 1).mean(), backward)
+        if self._channels is not None:
+            for name, number in self._channels.measure(grad_inputs, gy).items():
+                record.add(f"channel.{name}", number, backward)
+        if self.check is not None:
+            check, handle = self.check
+            self.check = None  # or the payload would live as long as the graph
+            record.add("error", check.variance(handle.restore(), gy), backward)

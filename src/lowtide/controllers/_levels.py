@@ -1,0 +1,50 @@
+"""Numbers that serve as bounds: on a coarse grid, so that what was learnt about a site stays useful, and never far from
+the one before."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+
+from lowtide.coding.grid import Grid
+from lowtide.records import Bound
+
+MOST = 4.0  # in units of the standard deviation: beyond, a value costs no fewer bits and tells nothing
+_FINEST = {"float32": 2.0**-9, "float64": 2.0**-9, "float16": 2.0**-6, "bfloat16": 2.0**-6}
+
+
+def finest(dtype: str) -> float:
+    """In units of the standard deviation: below, codes leave their range or dtypes their digits; nothing is gained."""
+    return _FINEST[dtype]
+
+
+def quantise(value: float, per_octave: int = 4) -> float:
+    """The next smaller power of 2^(1 / per_octave)."""
+    return 2.0 ** (math.floor(math.log2(value) * per_octave + 1e-6) / per_octave)
+
+
+def approach(target: float, before: float | None, factor: float = 2.0) -> float:
+    """``target``, but at most ``factor`` away from the value before."""
+    return target if before is None else min(max(target, before / factor), before * factor)
+
+
+@cache
+def efficiency(dtype: str) -> float:
+    """How much of a bound the quantiser uses: the error is uniform within this multiple of it.
+
+    The rest covers roundings (lowtide.coding.grid); it is a sixteenth of the bound for bfloat16.
+    """
+    bound = Bound(torch.ones((), dtype=torch.float64))
+    return float(Grid.of(bound, getattr(torch, dtype), torch.device("cpu"), "dither").step) / 2
+
+
+def variance(value: float, dtype: str) -> float:
+    """Of the error of a value stored under the bound ``value``."""
+    return (value * efficiency(dtype)) ** 2 / 3
+
+
+def bound_for(error_variance: float, dtype: str) -> float:
+    """The bound under which the error has this variance."""
+    return math.sqrt(3 * error_variance) / efficiency(dtype)

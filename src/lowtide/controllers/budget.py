@@ -1,0 +1,192 @@
+"""Bounds from the gradient noise that a user allows: the added variance of each gradient as a share of its energy.
+
+A value stored under the bound eb comes back with an error of variance v = eb^2 / 3, which adds v * S to the variance of
+the gradient that is computed from it (lowtide.capture.sensitivity). With E the energy of that gradient, the bound that
+uses up a share e2 of it is
+
+    eb = sqrt(3 e2 E / S)
+
+The theory is that of AC-GC (Evans and Aamodt, NeurIPS 2021) and COMET (Jin et al., VLDB 2022), with the expected error
+in place of the worst one, and one objective for every op.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from lowtide.bounds import BoundRule
+from lowtide.controllers import Keep, _levels
+from lowtide.controllers._adaptive import Adaptive
+from lowtide.controllers._memory import Memory
+from lowtide.controllers._sharing import Part, by_tensor, divide
+from lowtide.errors import BoundError, StateError
+from lowtide.ledger import Ledger
+from lowtide.statistics import BELOW, PROPAGATED, SCALE, Claim, SiteStatistics, Statistics, Wish
+
+__all__ = ["Budget"]
+
+_ASSUMED = 0.1  # std: where no sensitivity is known, the bound that is taken to use up the share at noise = 0.01
+_LOG_PROBABILITY = 0.02  # absolute: 2 % of the probability, at noise = 0.01
+_NORMAL = 0.01
+_UNKNOWN_BELOW = 0.3  # of the share of a batch norm's scale, where the layer below is not known
+
+
+@dataclass
+class Budget(Adaptive):
+    """``noise``: the share of the gradient's energy that storage may add to its variance, all in all.
+
+    - A weight's gradient gets three quarters of it from the values stored by its own layer and by a batch norm that
+      reads what the layer made.
+    - ``propagated`` is what all sites together may add to gradients that go on to the layers below (norms, pointwise
+      functions, products); ``noise`` if it is None. It adds up on the way down, so that the lowest layer sees all of
+      it and the others a part.
+    - ``scale`` is the share for the scales of norms, which are few and carry little of the gradient; ten times
+      ``noise`` if it is None.
+
+    ``memory`` ("8GiB", or a ratio to what plain training holds: "0.25") takes the place of ``noise``: the bounds with
+    the least noise among those that need no more bytes, found within a few steps after each measurement from what
+    payloads really took. Where the largest bounds there are do not suffice, BudgetError names the smallest budget that
+    would.
+
+    Measured in steps 0, 2, 4, 8, ... and then every ``period``. Until a site was measured, and where no formula is
+    known for an op (attention, softmax), bounds are cautious multiples of the standard deviation: ``warm_up`` ("0.1
+    std", with ``memory`` "0.4 std"), and 0.1 std times sqrt(noise / 0.01). Nothing is held exactly just because it is
+    new, so that memory has no spike at the start.
+
+    A bound goes half the way (of its logarithm) to what the last statistics ask for, moves by a factor of two at most
+    at each update, and is a power of 2^(1/4) not above it. Sites that saved the same tensor get one bound, the
+    smallest, so that the tensor is stored once.
+    """
+
+    noise: float = 0.01
+    propagated: float | None = None
+    scale: float | None = None
+    memory: str | float | None = None
+    period: int = 100
+    warm_up: str | None = None
+
+    def __post_init__(self) -> None:
+        Adaptive.__post_init__(self)
+        for name, value in (("noise", self.noise), ("scale", self.scale), ("propagated", self.propagated)):
+            if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
+                raise BoundError(f"budget: {name} is a share of the gradient's energy, such as 0.01; got {value!r}")
+        if not isinstance(self.period, int) or self.period < 2:
+            raise BoundError(f"budget: period is a number of steps, 2 or more; got {self.period!r}")
+        self._memory = None if self.memory is None else Memory(self.memory)
+        self._first = BoundRule.parse(self.warm_up or ("0.1 std" if self.memory is None else "0.4 std"))
+        self._targets: dict[str, float] = {}
+        self._last: Statistics | None = None
+        self._told = False
+
+    def _is_due(self, step: int) -> bool:
+        early = step < self.period and (step == 0 or (step > 1 and step & (step - 1) == 0))
+        return early or step % self.period == 0
+
+    def _wish(self) -> Wish:
+        return Wish(noise=True, spread=True)
+
+    def _start(self, family: str) -> BoundRule:
+        return BoundRule(_LOG_PROBABILITY) if family == "log_probability" else self._first
+
+    def _share(self, claim: Claim) -> float | None:
+        if self.memory is not None:
+            return None
+        if claim.kind == SCALE:
+            return 10 * self.noise if self.scale is None else self.scale
+        return 0.75 * self.noise
+
+    def step(self, number: int, statistics: Statistics | None, ledger: Ledger) -> bool:
+        moved = Adaptive.step(self, number, statistics, ledger)
+        if self._memory is None or self._last is None or self._safety.is_holding:
+            return moved
+        sites = self._last.sites.values()
+        rules = {site.site: self._rules.get(site.site) or self._start(site.family) for site in sites}
+        new = self._memory.fit(ledger, rules, number)
+        self._rules.update(new)
+        if self._memory.is_met and not self._told:
+            self._told = True
+            self._safety.note(
+                number + 1, f"memory {self.memory}: met, added noise about {self._memory.noise(rules):.2g}"
+            )
+        return moved or bool(new)
+
+    def _update(self, statistics: Statistics, ledger: Ledger) -> dict[str, BoundRule | Keep]:
+        statistics = self._without_noise(statistics)
+        if self._memory is not None:
+            self._memory.learn(statistics.sites.values())
+            self._last = statistics
+            return {}
+        groups = by_tensor(statistics.sites.values())
+        own = [self._own_limit(group) for group in groups]
+        reach = [
+            sum(claim.gain for site in group for claim in site.claims if claim.kind == PROPAGATED) for group in groups
+        ]
+        parts = [
+            Part(group[0].site, limit * gain, group[0].numel)
+            for group, limit, gain in zip(groups, own, reach, strict=True)
+            if gain > 0
+        ]
+        shares = divide(self.noise if self.propagated is None else self.propagated, parts)
+        rules: dict[str, BoundRule | Keep] = {}
+        for group, limit, gain in zip(groups, own, reach, strict=True):
+            if gain > 0:
+                limit = min(limit, shares[group[0].site] / gain)
+            is_known = any(site.claims for site in group)
+            rule = self._rule(group[0], limit) if is_known else self._assumed(group[0])
+            if rule is not None:
+                rules.update(dict.fromkeys((site.site for site in group), rule))
+        return rules
+
+    def _own_limit(self, group: list[SiteStatistics]) -> float:
+        """The largest variance of an error that keeps the gradients of parameters within their shares."""
+        first = group[0]
+        limits = [_levels.variance(_levels.MOST * (1.0 if first.unit == "std" else first.std or 0.0), first.dtype)]
+        for site in group:
+            for claim in site.claims:
+                share = self._share(claim)
+                if claim.kind == PROPAGATED or claim.gain <= 0 or share is None:
+                    continue
+                if claim.kind == SCALE and "batch_norm" in site.op and site.claim(BELOW) is None:
+                    share *= _UNKNOWN_BELOW
+                limits.append(share / (claim.uses * claim.gain))
+        return min(limits)
+
+    def _rule(self, site: SiteStatistics, limit: float) -> BoundRule | Keep | None:
+        """The bound for errors of variance ``limit``, reached step by step."""
+        target = _levels.bound_for(limit, site.dtype)
+        if target <= 0:
+            return None
+        before = self._targets.get(site.site)
+        target = self._targets[site.site] = target if before is None else math.sqrt(before * target)
+        value = _levels.quantise(_levels.approach(target, self.value_at(site)))
+        scale = 1.0 if site.unit == "std" else site.std or 0.0
+        if value < _levels.finest(site.dtype) * scale:
+            return Keep(f"its share of noise asks for a bound too fine to save memory ({value:.2g})")
+        return BoundRule(value, site.unit)
+
+    def _assumed(self, site: SiteStatistics) -> BoundRule:
+        factor = math.sqrt(self.noise / _NORMAL)
+        if site.family == "log_probability":
+            return BoundRule(_levels.quantise(_LOG_PROBABILITY * factor))
+        return BoundRule(_levels.quantise(min(_ASSUMED * factor, 1.0)), "std")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **Adaptive.state_dict(self),
+            "targets": dict(self._targets),
+            "memory": None if self._memory is None else self._memory.state_dict(),
+            "told": self._told,
+            "last": None if self._last is None else self._last.to_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        Adaptive.load_state_dict(self, state)
+        self._targets = dict(state["targets"])
+        self._told = bool(state["told"])
+        self._last = None if state["last"] is None else Statistics.from_state(state["last"])
+        if (state["memory"] is None) != (self._memory is None):
+            raise StateError("the state and this session do not agree whether there is a memory budget")
+        if self._memory is not None:
+            self._memory.load_state_dict(state["memory"], self._last.sites.values() if self._last is not None else ())

@@ -1,0 +1,41 @@
+"""Twins of codecs that leave the coding of groups to codec ``groups``: the twin of that one does it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lowtide.codecs.norm_groups import NormGroups
+from lowtide.codecs.sample_groups import SampleGroups
+from lowtide.kernels import twin
+from lowtide.records import Bound, Encoded
+
+
+@dataclass(frozen=True, slots=True)
+class ComposedKernel:
+    """What the codec does around its groups is a few ops of torch, which wait for nothing."""
+
+    codec: NormGroups | SampleGroups
+
+    carries_values: ClassVar[bool] = True
+    takes_bound: ClassVar[bool] = False
+    ticketed: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        return self.codec.name
+
+    def accepts(self, dtype: torch.dtype) -> bool:
+        return self.codec.accepts(dtype)
+
+    def encode(self, x: Tensor, bound: Bound | None = None, *, seed: int = 0) -> Encoded:
+        coders = [twin(codec, x.device, x.dtype) for codec in self.codec.coders()]
+        return self.codec.encode_by(coders, x, seed)
+
+    def decode(self, encoded: Encoded) -> Tensor:
+        writer = self.codec.of_payload(encoded)
+        coders = [twin(codec, encoded.spec.device, encoded.spec.dtype) for codec in writer.coders()]
+        return writer.decode_by(coders, encoded)

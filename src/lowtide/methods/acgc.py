@@ -1,0 +1,44 @@
+"""AC-GC (NeurIPS 2021): bounds that guarantee how much the gradient's variance grows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowtide import codecs
+from lowtide.codecs import Codec
+from lowtide.controllers.acgc import Acgc as AcgcController
+
+__all__ = ["Acgc"]
+
+
+@dataclass(frozen=True, slots=True)
+class Acgc:
+    """The options of ``lowtide.controllers.acgc``, and how values are coded."""
+
+    noise: float = 0.5
+    form: str = "functional"
+    period: int = 100
+    keep: int = 10
+    others: str | None = None
+    checks: int = 1
+    factor: float = 4.0
+    pause: int = 100
+    retreat: str = "exact"
+    rounding: str = "dither"
+    coder: str = "auto"
+
+    def values(self) -> Codec:
+        return codecs.create("sz", rounding=self.rounding, coder=self.coder)
+
+    def controller(self) -> AcgcController:
+        return AcgcController(
+            noise=self.noise,
+            form=self.form,
+            period=self.period,
+            keep=self.keep,
+            others=self.others,
+            checks=self.checks,
+            factor=self.factor,
+            pause=self.pause,
+            retreat=self.retreat,
+        )

@@ -1,0 +1,46 @@
+"""Error-bounded values under bounds that follow from the gradient noise that a user allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowtide import codecs
+from lowtide.codecs import Codec
+from lowtide.controllers.budget import Budget as BudgetController
+
+__all__ = ["Budget"]
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The options of ``lowtide.controllers.budget``, and how values are coded."""
+
+    noise: float = 0.01
+    propagated: float | None = None
+    scale: float | None = None
+    memory: str | float | None = None
+    period: int = 100
+    warm_up: str | None = None
+    checks: int = 1
+    factor: float = 4.0
+    pause: int = 100
+    retreat: str = "exact"
+    rounding: str = "dither"
+    coder: str = "auto"
+
+    def values(self) -> Codec:
+        return codecs.create("sz", rounding=self.rounding, coder=self.coder)
+
+    def controller(self) -> BudgetController:
+        return BudgetController(
+            noise=self.noise,
+            propagated=self.propagated,
+            scale=self.scale,
+            memory=self.memory,
+            period=self.period,
+            warm_up=self.warm_up,
+            checks=self.checks,
+            factor=self.factor,
+            pause=self.pause,
+            retreat=self.retreat,
+        )

@@ -1,0 +1,305 @@
+"""Chosen modules are run again in backward: of what they save nothing is held, only their inputs, compressed.
+
+Selective activation checkpointing (Chen et al. 2016), without a change to the model: while a chosen module runs, each
+of its saves is replaced by a slot, which knows no more than its number. When backward asks a slot for its tensor the
+module is run once more, from its inputs, and the slots get what is saved this time. The inputs are held as all other
+values are: under a bound, by the method's codec, in its store; or exactly.
+
+What a second run must find as the first one did is put in its place for as long as it lasts: the random generators,
+autocast, and the buffers, of which it gets copies, so that the running statistics of a batch norm count once. Where the
+second run saves other tensors than the first one, as data-dependent control flow may, that is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lowtide.capture.handles import Handle, StorageRecord
+from lowtide.capture.hooks import Capture
+from lowtide.capture.scopes import Scope
+from lowtide.codecs import Codec
+from lowtide.errors import ModifiedError, PolicyError, RecomputeError
+from lowtide.ledger import Ledger
+from lowtide.policies.rules import Rule
+from lowtide.records import Kind, Need
+
+OP = "recompute"  # under which the inputs of such modules appear in rules and reports
+# A second run from inputs that are a little off takes other branches at a ReLU here and there. That harms the gradient
+# more than the error itself and is in proportion to it, and a finer bound costs few bits.
+BOUNDARY = "0.02 std"
+_LOSSLESS = ("identity", "lossless")
+_VALUES = Need(Kind.VALUES, "input of a module that is run again in backward", family="pointwise")
+_EXACT = Need(Kind.EXACT, "input of a module that is run again in backward, kept exactly")
+
+
+class Regions:
+    """The chosen modules of one session; a region is one run of one of them."""
+
+    def __init__(
+        self, model: nn.Module, modules: bool | str | Iterable[str], capture: Capture, ledger: Ledger, *, exact: bool
+    ) -> None:
+        self.paths = {module: path for path, module in choose(model, modules).items()}
+        self._capture, self._ledger, self._exact = capture, ledger, exact
+
+    def enter(self, scope: Scope, module: nn.Module, inputs: tuple[Any, Any]) -> None:
+        """A module is about to run: if it is a chosen one, and not inside of another, a region begins."""
+        if module not in self.paths or scope.region is not None or not self._capture.is_innermost():
+            return
+        leaves, structure = pytree.tree_flatten(inputs)
+        held = [self._hold(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        scope.region = Region(module, self.paths[module], held, structure, self._ledger)
+
+    def exit(self, scope: Scope, module: nn.Module) -> None:
+        if scope.region is not None and scope.region.module is module:
+            scope.region = None
+
+    def _hold(self, tensor: Tensor) -> Input:
+        need = _EXACT if self._exact or not tensor.is_floating_point() else _VALUES
+        return Input(self._capture.hold(tensor, OP, "input", need), tensor.requires_grad)
+
+
+class Input:
+    """A tensor that a module was given, held until it is run again."""
+
+    __slots__ = ("_handle", "_requires_grad")
+
+    def __init__(self, handle: Handle, requires_grad: bool) -> None:
+        self._handle, self._requires_grad = handle, requires_grad
+
+    def restore(self) -> Tensor:
+        return self._handle.restore().detach().requires_grad_(self._requires_grad)
+
+
+class Region:
+    """One run of a module: what it takes to run it again, and what it saves when that is done."""
+
+    def __init__(self, module: nn.Module, path: str, inputs: Sequence[Any], structure: Any, ledger: Ledger) -> None:
+        self.module, self.path, self._ledger = module, path, ledger
+        self._inputs, self._structure = inputs, structure
+        self._surroundings = Surroundings(_device_of(module))
+        self._versions = [parameter._version for parameter in module.parameters()]
+        self._slots: list[tuple[Any, ...]] = []  # shape, dtype and device of what was saved
+        self._saved: list[tuple[Tensor, int] | None] = []
+        self._lock = threading.Lock()
+
+    def pack(self, tensor: Tensor, record: StorageRecord | None) -> Slot:
+        """A slot in place of a saved tensor; ``record`` counts the bytes that plain training would hold."""
+        self._slots.append(_kind_of(tensor))
+        raw = record.claim() if record is not None else 0
+        name, kind = f"{self.path}:{OP}.inside", type(self.module).__name__
+        self._ledger.record(name, kind, "recomputed", "recomputed", "saved again by a second run", "", raw, 0)
+        return Slot(self, len(self._slots) - 1, record)
+
+    def take(self, number: int) -> Tensor:
+        """What slot ``number`` stands for. It is handed over: who asks again later has the module run again."""
+        with self._lock:
+            if not self._saved or self._saved[number] is None:
+                self._saved = []
+                self._saved = self._run_again()
+            found = self._saved[number]
+            assert found is not None
+            self._saved[number] = None
+        tensor, version = found
+        if tensor._version != version:
+            raise ModifiedError(
+                f"{self.path}: a tensor of shape {tuple(tensor.shape)} that the module saved was modified in place "
+                "afterwards, so its gradient cannot be computed. Hint: clone it before the change"
+            )
+        return tensor
+
+    def _run_again(self) -> list[tuple[Tensor, int] | None]:
+        if [parameter._version for parameter in self.module.parameters()] != self._versions:
+            raise ModifiedError(
+                f"{self.path}: a parameter has changed since forward, so the module cannot be run again. Run backward "
+                "before the optimizer's step"
+            )
+        inputs = [leaf.restore() if isinstance(leaf, Input) else leaf for leaf in self._inputs]
+        args, kwargs = pytree.tree_unflatten(inputs, self._structure)
+        again = _SecondRun(self.path, self._slots)
+        with self._surroundings.restored(), _copied_buffers(self.module), again:
+            self.module(*args, **kwargs)
+        return again.result()
+
+
+class Slot:
+    """What the graph owns instead of a tensor that a chosen module saved."""
+
+    __slots__ = ("_given", "_number", "_record", "_region")
+
+    def __init__(self, region: Region, number: int, record: StorageRecord | None) -> None:
+        self._region, self._number, self._record = region, number, record
+        self._given: weakref.ref[Tensor] | None = None
+
+    def restore(self) -> Tensor:
+        """May be asked for twice in a row, as a function does that reads its saved tensors twice."""
+        tensor = self._given() if self._given is not None else None
+        if tensor is None:
+            tensor = self._region.take(self._number)
+            self._given = weakref.ref(tensor)
+        return tensor
+
+
+class _Enough(Exception):
+    """All slots are filled: what is left of the second run would compute nothing that anybody reads."""
+
+
+class _SecondRun:
+    """Collects what a module saves while it runs again, and ends the run when that is all."""
+
+    def __init__(self, path: str, slots: Sequence[tuple[Any, ...]]) -> None:
+        self._path, self._slots = path, slots
+        self._saved: list[tuple[Tensor, int] | None] = []
+
+    def __enter__(self) -> None:
+        self._grad = torch.enable_grad()
+        self._grad.__enter__()
+        torch._C._autograd._push_saved_tensors_default_hooks(self._pack, _as_it_is)
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> bool:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        self._grad.__exit__(kind, *rest)
+        return kind is _Enough
+
+    def result(self) -> list[tuple[Tensor, int] | None]:
+        if len(self._saved) != len(self._slots):
+            raise self._differs(f"it saved {len(self._saved)} tensors")
+        return self._saved
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        number = len(self._saved)
+        if _kind_of(tensor) != self._slots[number]:
+            raise self._differs(f"tensor {number} is now {_show(_kind_of(tensor))}, was {_show(self._slots[number])}")
+        kept = tensor.detach()
+        self._saved.append((kept, kept._version))
+        if len(self._saved) == len(self._slots):
+            raise _Enough
+        return kept
+
+    def _differs(self, difference: str) -> RecomputeError:
+        return RecomputeError(
+            f"{self._path}: run again in backward, the module saved other tensors than the {len(self._slots)} that it "
+            f"saved in forward: {difference}. If what it does depends on values, keep its inputs exactly "
+            "(boundary='exact'); if it depends on anything else, do not recompute it"
+        )
+
+
+class Surroundings:
+    """What a module finds outside of itself: autocast, and the random generators of the CPU and its device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._gpus = [device] if device.type == "cuda" else []
+        kinds = {"cpu", device.type}
+        self._autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
+        self._caches = torch.is_autocast_cache_enabled()
+        self._generator = torch.get_rng_state()
+        self._generators = [torch.cuda.get_rng_state(gpu) for gpu in self._gpus]
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for kind, dtype, enabled in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype, enabled, self._caches))
+            stack.enter_context(torch.random.fork_rng(self._gpus))
+            torch.set_rng_state(self._generator)
+            for gpu, state in zip(self._gpus, self._generators, strict=True):
+                torch.cuda.set_rng_state(state, gpu)
+            yield
+
+
+def boundary_rules(boundary: Any, values: Codec | None) -> tuple[Rule, ...]:
+    """How the inputs of chosen modules are held: as asked for, or under ``BOUNDARY`` unless the method is exact."""
+    if boundary is None and values is not None and values.name not in _LOSSLESS:
+        boundary = BOUNDARY
+    return (Rule(op=OP, bound=boundary),) if boundary not in (None, "exact") else ()
+
+
+def choose(model: nn.Module, modules: bool | str | Iterable[str]) -> dict[str, nn.Module]:
+    """The modules to run again, by path: those that match a pattern, or every block; never one inside of another.
+
+    A block is a module with children that stands in an ``nn.Sequential`` or ``nn.ModuleList`` and is no such chain of
+    blocks itself: a residual block, a layer of a transformer. Lists and dicts of modules do not run, so a pattern that
+    matches them means what is in them.
+    """
+    if isinstance(modules, bool):
+        found = dict(_blocks(model, ""))
+        if not found:
+            raise PolicyError(
+                "recompute=True: this model has no blocks in nn.Sequential or nn.ModuleList; name modules"
+            )
+        return found
+    patterns = [modules] if isinstance(modules, str) else list(modules)
+    found = {}
+    for path, module in model.named_modules():
+        inside = any(path.startswith(f"{outer}.") for outer in found)
+        runs = not isinstance(module, nn.ModuleList | nn.ModuleDict)
+        if path and runs and not inside and any(fnmatchcase(path, pattern) for pattern in patterns):
+            found[path] = module
+    if not found:
+        paths = [path for path, _ in model.named_modules() if path]
+        raise PolicyError(
+            f"recompute={modules!r} matches no module. Module paths here: {', '.join(paths[:8])}"
+            f"{', ...' if len(paths) > 8 else ''}"
+        )
+    return found
+
+
+def _blocks(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        below = f"{path}.{name}" if path else name
+        if _is_chain(module) and _has_children(child) and not _is_chain_of_blocks(child):
+            yield below, child
+        else:
+            yield from _blocks(child, below)
+
+
+def _is_chain_of_blocks(module: nn.Module) -> bool:
+    return _is_chain(module) and any(_has_children(child) for child in module.children())
+
+
+def _is_chain(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential | nn.ModuleList)
+
+
+def _has_children(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None
+
+
+@contextlib.contextmanager
+def _copied_buffers(module: nn.Module) -> Iterator[None]:
+    """The module has copies of its buffers for a while; those that it has now are not touched."""
+    owners = [part for part in module.modules() if part._buffers]
+    before = [dict(owner._buffers) for owner in owners]
+    for owner in owners:
+        owner._buffers.update({name: buffer.clone() for name, buffer in owner._buffers.items() if buffer is not None})
+    try:
+        yield
+    finally:
+        for owner, buffers in zip(owners, before, strict=True):
+            owner._buffers.update(buffers)
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    tensor = next(module.parameters(), None)
+    return tensor.device if tensor is not None else torch.device("cpu")
+
+
+def _kind_of(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _show(kind: tuple[Any, ...]) -> str:
+    shape, dtype, _ = kind
+    return f"{str(dtype).removeprefix('torch.')} of shape {tuple(shape)}"
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor

@@ -1,0 +1,141 @@
+"""What is measured for controllers, and the words in which they ask for it.
+
+The added variance of a gradient is v * S: v the variance of a stored value's error, S the sensitivity of the op that
+reads it. A ``Claim`` pairs S with the energy of that gradient, so that v * S / energy is the noise as a share.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+WEIGHT = "weight"  # the gradient of a parameter: noise ends there
+SCALE = "scale"  # the same for the scale of a norm
+BELOW = "below"  # the gradient of the weight whose output a batch norm reads
+PROPAGATED = "propagated"  # the gradient that goes on to the layers below
+KINDS = (WEIGHT, SCALE, BELOW, PROPAGATED)
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a controller asks to be measured during one step; whatever is not asked for costs nothing.
+
+    ``noise``: sensitivities and energies. ``spread``: share and standard deviation of the non-zero values (of a large
+    tensor, of some). ``peaks``: the largest |gY| of each sample, averaged. ``channels``: what AC-GC's rule for batch
+    norm reads, by channel. ``momentum``: the mean magnitude of each weight's momentum. ``shadow``: a step of the
+    momentum that is kept for optimizers that have none. ``checks``: sites at which the real error is measured as well.
+    """
+
+    noise: bool = False
+    spread: bool = False
+    peaks: bool = False
+    channels: bool = False
+    momentum: bool = False
+    shadow: bool = False
+    checks: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One gradient that a site's error reaches.
+
+    ``sensitivity``: added variance of that gradient for an error of variance one in the unit of the site's bound.
+    ``energy``: its squared norm. ``uses``: how many sites feed their noise into the same gradient.
+    """
+
+    kind: str
+    sensitivity: float
+    energy: float
+    uses: int = 1
+
+    @property
+    def gain(self) -> float:
+        """Noise as a share of the energy, per unit of variance; zero where there is no gradient to disturb."""
+        return self.sensitivity / self.energy if self.energy > 0 else 0.0
+
+    def without_noise(self, variance: float) -> Claim:
+        """The energy as it would be without the noise of errors of this variance, which was measured along with it."""
+        noise = min(variance * self.sensitivity * self.uses, self.energy / 2)
+        return dataclasses.replace(self, energy=self.energy - noise)
+
+
+@dataclass(frozen=True, slots=True)
+class SiteStatistics:
+    """One step at one site. Sums run over all forwards of the step; gradients are as backward left them, so they carry
+    the factor of a gradient scaler, and clipping has not touched them: shares depend on neither.
+
+    ``unit`` is that of a bound here: ``absolute``, or ``std`` for norms, whose bounds follow each channel's or row's
+    spread. ``leader`` is the first site that saved the same tensor in this step. ``passes`` is how many backwards came
+    by; ``numel`` and ``samples`` (the length of the first axis) are of one save. ``outputs`` are the channels of gY,
+    ``reuse`` is how many windows read a value (taps / strides).
+
+    ``gradient`` is ||gY||^2, ``stepped`` is ||gW||^2 as the optimizer saw it (unscaled, clipped) and ``momentum`` the
+    mean magnitude of the momentum, whose entries have the scale of a gradient. ``error`` is the measured variance of a
+    stored value's error, from a check of this site.
+    """
+
+    site: str
+    op: str
+    family: str
+    unit: str
+    dtype: str
+    leader: str
+    numel: int
+    passes: int = 1
+    samples: int = 1
+    outputs: int = 1
+    reuse: float = 1.0
+    claims: tuple[Claim, ...] = ()
+    gradient: float | None = None
+    nonzero: float | None = None
+    std: float | None = None
+    peak: float | None = None
+    stepped: float | None = None
+    momentum: float | None = None
+    error: float | None = None
+    channels: Mapping[str, list[float]] = field(default_factory=dict)
+
+    def claim(self, kind: str) -> Claim | None:
+        return next((claim for claim in self.claims if claim.kind == kind), None)
+
+    @property
+    def is_finite(self) -> bool:
+        numbers = [self.gradient, self.stepped, self.momentum, self.peak, self.std]
+        numbers += [number for claim in self.claims for number in (claim.sensitivity, claim.energy)]
+        return all(number is None or math.isfinite(number) for number in numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What was measured during step ``step``: sites if a controller asked, the loss if it was watched.
+
+    ``is_skipped`` says that a gradient scaler managed the step, so that numbers that are not finite are its business.
+    """
+
+    step: int
+    sites: Mapping[str, SiteStatistics] = field(default_factory=dict)
+    loss: float | None = None
+    is_skipped: bool = False
+
+    @property
+    def is_finite(self) -> bool:
+        return all(site.is_finite for site in self.sites.values())
+
+    def to_state(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "sites": [dataclasses.asdict(site) for site in self.sites.values()],
+            "loss": self.loss,
+            "is_skipped": self.is_skipped,
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Statistics:
+        sites = {}
+        for item in state["sites"]:
+            claims = tuple(Claim(**claim) for claim in item["claims"])
+            sites[item["site"]] = SiteStatistics(**{**item, "claims": claims})
+        return cls(state["step"], sites, state["loss"], state["is_skipped"])

@@ -1,0 +1,309 @@
+"""The budget controller's decisions: from statistics to bounds, step by step; its state; its options."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.bounds import BoundRule
+from lowtide.controllers import Keep, _levels
+from lowtide.controllers.budget import Budget
+from lowtide.errors import BoundError, StateError
+from lowtide.ledger import Ledger
+from lowtide.records import Kind, Need, Site
+from lowtide.statistics import BELOW, PROPAGATED, SCALE, WEIGHT, Claim, SiteStatistics, Statistics
+
+LINEAR = Need(Kind.VALUES, "", family="linear")
+
+
+def site(name: str, claims: tuple[Claim, ...] = (Claim(WEIGHT, 1.0, 1.0),), **changes) -> SiteStatistics:
+    op = name.partition(":")[2]
+    made = SiteStatistics(
+        name, op.partition(".")[0], "linear", "absolute", "float32", name, 1000, claims=claims, gradient=1.0,
+        nonzero=0.5, std=1.0,
+    )  # fmt: skip
+    return dataclasses.replace(made, **changes)
+
+
+def settled(*sites: SiteStatistics, updates: int = 8, **options) -> Budget:
+    """A controller after some updates with the same statistics."""
+    budget = Budget(period=2, checks=0, **options)
+    for item in sites:
+        path, _, rest = item.site.partition(":")
+        op, _, field = rest.partition(".")
+        budget.bound(Site(path, op, field), Need(Kind.VALUES, "", family=item.family))
+    for update in range(updates):
+        feed(budget, 2 * update, *sites)
+    return budget
+
+
+def feed(budget: Budget, step: int, *sites: SiteStatistics) -> bool:
+    assert budget.wants(step) is not None
+    budget.step(step, None, Ledger())
+    return budget.step(step + 1, Statistics(step, {item.site: item for item in sites}), Ledger())
+
+
+def value(budget: Budget, name: str = "a:addmm.mat1") -> float:
+    rule = budget._rules[name]
+    assert isinstance(rule, BoundRule)
+    return rule.value
+
+
+def level(target: float) -> float:
+    """The level for a bound of this size, once what the quantiser leaves unused is added."""
+    return _levels.quantise(target / _levels.efficiency("float32"))
+
+
+def test_the_bound_uses_up_the_share():
+    """eb = sqrt(3 e2 E / S), e2 = 0.75 noise: sqrt(3 * 0.0075 * 2 / 0.5) = 0.3."""
+    budget = settled(site("a:addmm.mat1", (Claim(WEIGHT, 0.5, 2.0),)))
+    assert value(budget) == level(0.3)
+    budget = settled(site("a:addmm.mat1", (Claim(WEIGHT, 0.45, 2.0),)), noise=0.04)
+    assert value(budget) == level(math.sqrt(3 * 0.03 * 2 / 0.45))
+
+
+def test_the_energy_counts_without_the_noise():
+    """Measured with the bound of the warm-up in force, 0.5: v = 0.25 / 3 for each of the two sites that feed it."""
+    budget = Budget(warm_up="0.5 std", checks=0)
+    budget.bound(Site("a", "addmm", "mat1"), LINEAR)
+    feed(budget, 0, site("a:addmm.mat1", (Claim(WEIGHT, 1.0, 1.0, uses=2),)))
+    error = _levels.variance(0.5, "float32")
+    assert error == pytest.approx(0.25 / 3, rel=0.01)
+    assert budget.noise_by_site()["a:addmm.mat1"].predicted == pytest.approx(error / (1 - 2 * error))
+
+
+def test_sites_that_feed_one_gradient_share_it():
+    budget = settled(site("a:addmm.mat1", (Claim(WEIGHT, 0.5, 2.0, uses=4),)))
+    assert value(budget) == level(0.15)
+
+
+def test_a_tensor_has_one_bound_the_smallest():
+    sites = [
+        site("a:addmm.mat1", (Claim(WEIGHT, 0.5, 2.0),)),
+        site("b:addmm.mat1", (Claim(WEIGHT, 2.0, 2.0),), leader="a:addmm.mat1"),
+        site("c:addmm.mat1", (Claim(WEIGHT, 0.5, 2.0),)),
+    ]
+    budget = settled(*sites)
+    assert budget._rules["a:addmm.mat1"] is budget._rules["b:addmm.mat1"]
+    assert (value(budget), value(budget, "c:addmm.mat1")) == (level(0.15), level(0.3))
+
+
+def test_what_propagates_is_one_amount_for_all():
+    """noise = 0.01 for two sites of equal size, gains of 0.5 and 0.02: v = 0.005 / 0.5 and 0.005 / 0.02."""
+    sites = [
+        site("a:gelu.self", (Claim(PROPAGATED, 0.5, 1.0),), family="pointwise"),
+        site("b:gelu.self", (Claim(PROPAGATED, 0.02, 1.0),), family="pointwise"),
+    ]
+    budget = settled(*sites)
+    assert value(budget, "a:gelu.self") == level(math.sqrt(3 * 0.005 / 0.5))
+    assert value(budget, "b:gelu.self") == level(math.sqrt(3 * 0.005 / 0.02))
+
+
+def test_the_scale_of_a_norm_and_the_weight_below():
+    """Bounds in units of the spread; the tightest of 10 noise / gain, 0.75 noise / gain and the common amount."""
+    claims = (Claim(SCALE, 1.0, 1.0), Claim(BELOW, 1.0, 2.0, uses=2), Claim(PROPAGATED, 1e-6, 1.0))
+    norm = site("n:native_batch_norm.input", claims, family="norm", unit="std", std=None)
+    assert value(settled(norm), norm.site) == level(math.sqrt(3 * 0.0075))
+    assert settled(norm)._rules[norm.site].unit == "std"
+    alone = dataclasses.replace(norm, claims=(claims[0], claims[2]))
+    assert value(settled(alone), norm.site) == level(math.sqrt(3 * 0.1 * 0.3)), "cautious: the layer below is unknown"
+    rows = dataclasses.replace(alone, site="n:native_layer_norm.input", op="native_layer_norm")
+    rows = dataclasses.replace(rows, leader=rows.site)
+    assert value(settled(rows), rows.site) == level(math.sqrt(3 * 0.1)), "a row's error does not add up below"
+
+
+def test_without_a_formula_a_multiple_of_the_spread():
+    query = site("q:scaled_dot_product.query", (), family="attention")
+    assert settled(query)._rules[query.site] == BoundRule(_levels.quantise(0.1), "std")
+    assert settled(query, noise=0.04)._rules[query.site] == BoundRule(_levels.quantise(0.2), "std")
+    loss = site("l:log_softmax.result", (), family="log_probability")
+    assert settled(loss)._rules[loss.site] == BoundRule(_levels.quantise(0.02))
+
+
+def test_no_gradient_no_limit_but_a_largest_bound():
+    dead = site("a:addmm.mat1", (Claim(WEIGHT, 0.0, 0.0),), std=0.5)
+    assert value(settled(dead)) <= 4 * 0.5 * 1.01
+    assert value(settled(dead)) > 1.5
+
+
+def test_too_fine_a_bound_is_exact_storage():
+    harsh = site("a:addmm.mat1", (Claim(WEIGHT, 1.0, 1e-9),), dtype="bfloat16")
+    rule = settled(harsh)._rules["a:addmm.mat1"]
+    assert isinstance(rule, Keep) and "too fine to save memory" in rule.reason
+
+
+def test_bounds_move_by_two_at_most_and_settle():
+    budget = Budget(period=2, checks=0)
+    budget.bound(Site("a", "addmm", "mat1"), LINEAR)
+    values = []
+    for update in range(10):
+        feed(budget, 2 * update, site("a:addmm.mat1", (Claim(WEIGHT, 0.01, 1.0),), std=1.0))
+        values.append(value(budget))
+    assert values[0] == pytest.approx(_levels.quantise(0.2)), "twice the 0.1 std of the warm-up"
+    assert all(later / earlier <= 2.0001 for earlier, later in pairwise(values))
+    assert values[-1] == values[-2] == level(1.5)
+    falling = feed(budget, 20, site("a:addmm.mat1", (Claim(WEIGHT, 100.0, 1.0),), std=1.0))
+    assert falling and values[-1] / 2.3 < value(budget) < values[-1]
+
+
+def test_one_odd_measurement_has_half_a_say():
+    steady, odd = (Claim(WEIGHT, 0.5, 2.0),), (Claim(WEIGHT, 0.5 / 2.25, 2.0),)
+    budget = settled(site("a:addmm.mat1", steady))
+    feed(budget, 16, site("a:addmm.mat1", odd))
+    assert value(budget) == level(0.3 * math.sqrt(1.5))
+
+
+def test_the_first_bounds_are_cautious_and_nothing_is_exact():
+    budget = Budget()
+    assert budget.bound(Site("a", "addmm", "mat1"), LINEAR) == BoundRule(0.1, "std")
+    loss = Need(Kind.VALUES, "", family="log_probability")
+    assert budget.bound(Site("l", "log_softmax", "result"), loss) == BoundRule(0.02)
+    assert Budget(warm_up="0.3 std").bound(Site("a", "addmm", "mat1"), LINEAR) == BoundRule(0.3, "std")
+
+
+def test_when_it_measures():
+    budget, asked = Budget(period=100), []
+    for step in range(320):
+        if budget.wants(step) is not None:
+            asked.append(step)
+        budget.step(step, Statistics(step - 1, {"a": site("a:addmm.mat1")}) if step else None, Ledger())
+    assert asked == [0, 2, 4, 8, 16, 32, 64, 100, 200, 300]
+
+
+def test_it_asks_again_if_nothing_came():
+    """A step in which nothing was trained, and one whose gradients a scaler threw away."""
+    budget = Budget()
+    budget.wants(0)
+    budget.step(0, None, Ledger())
+    budget.step(1, None, Ledger())
+    assert budget.wants(2) is not None
+    broken = {"a:addmm.mat1": site("a:addmm.mat1", (Claim(WEIGHT, math.inf, 1.0),))}
+    budget.step(2, None, Ledger())
+    budget.step(3, Statistics(2, broken, is_skipped=True), Ledger())
+    assert budget.events() == []
+    assert budget.wants(4) is not None
+
+
+def test_gradients_that_are_not_finite_are_an_alarm():
+    budget = Budget(pause=5)
+    budget.wants(0)
+    budget.step(0, None, Ledger())
+    broken = {"a:addmm.mat1": site("a:addmm.mat1", (Claim(WEIGHT, math.nan, 1.0),))}
+    assert budget.step(1, Statistics(0, broken), Ledger())
+    assert "gradients are not finite" in budget.events()[0]
+    assert isinstance(budget.bound(Site("a", "addmm", "mat1"), LINEAR), Keep)
+    for step in range(2, 8):
+        budget.step(step, None, Ledger())
+    assert budget.bound(Site("a", "addmm", "mat1"), LINEAR) == BoundRule(0.1, "std")
+
+
+def test_a_layer_that_is_noisier_than_predicted_retreats():
+    budget = settled(site("a:addmm.mat1"), site("b:addmm.mat1"))
+    noisy = site("a:addmm.mat1", error=1.0)
+    assert feed(budget, 16, noisy, site("b:addmm.mat1"))
+    assert isinstance(budget.bound(Site("a", "addmm", "mat1"), LINEAR), Keep)
+    assert isinstance(budget.bound(Site("b", "addmm", "mat1"), LINEAR), BoundRule)
+    assert "a:addmm.mat1: measured noise 1" in budget.events()[0]
+
+
+def test_layers_are_checked_in_rotation():
+    sites = [site(f"{name}:addmm.mat1") for name in "abc"]
+    budget = Budget(period=2, checks=1)
+    for item in sites:
+        budget.bound(Site(item.site[0], "addmm", "mat1"), LINEAR)
+    turns = []
+    for update in range(7):
+        wish = budget.wants(2 * update)
+        assert budget.wants(2 * update) == wish, "asking twice changes nothing"
+        turns.append("".join(name[0] for name in wish.checks))
+        budget.step(2 * update, None, Ledger())
+        budget.step(2 * update + 1, Statistics(2 * update, {item.site: item for item in sites}), Ledger())
+    assert turns == ["", "a", "b", "c", "a", "b", "c"]
+
+
+def test_a_restored_controller_goes_on_alike():
+    """Saved right after a step, when the next one has been asked about already, as a session does it."""
+    sites = [site(f"{name}:addmm.mat1", error=0.001) for name in "ab"]
+    budget = settled(*sites)
+    budget.wants(16)
+    budget.step(16, None, Ledger())
+    other = Budget(period=2, checks=0)
+    other.load_state_dict(torch.load(_saved(budget.state_dict()), weights_only=True))
+    assert other.state_dict() == budget.state_dict()
+    for controller in (budget, other):
+        for item in sites:
+            controller.bound(Site(item.site[0], "addmm", "mat1"), LINEAR)
+        controller.step(17, Statistics(16, {item.site: item for item in sites}), Ledger())
+    assert other.state_dict() == budget.state_dict()
+
+
+def _saved(state: object) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return file
+
+
+def test_foreign_states_are_refused():
+    budget = Budget()
+    with pytest.raises(StateError, match="controller 'budget' keeps"):
+        budget.load_state_dict({})
+    with pytest.raises(StateError, match="whether there is a memory budget"):
+        budget.load_state_dict(Budget(memory="1GiB").state_dict())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"noise": 0}, "budget: noise is a share"),
+        ({"noise": "much"}, "budget: noise is a share"),
+        ({"propagated": -1}, "budget: propagated is a share"),
+        ({"period": 1}, "budget: period is a number of steps"),
+        ({"checks": -1}, "checks is how many"),
+        ({"warm_up": "little"}, "cannot read 'little' as a bound"),
+        ({"factor": 0.5}, "factor > 1"),
+    ],
+)
+def test_options_without_sense(options, message):
+    with pytest.raises(BoundError, match=message):
+        Budget(**options)
+
+
+def test_a_rule_of_the_user_is_not_ours():
+    """Its site gets no bound, no prediction, and takes no part in what propagates."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
+    tide = lowtide.attach(model, "budget", rules=[{"path": "1", "bound": 0.5}], min_size=0)
+    for _ in range(2):
+        model(torch.randn(64, 64)).square().mean().backward()
+        tide.step()
+    assert "1:gelu.self" not in tide.report().noise
+    assert "3:gelu.self" in tide.report().noise
+    assert {entry.name: entry.bound for entry in tide.report().sites}["1:gelu.self"] == "0.5"
+    tide.detach()
+
+
+def test_the_report_tells_it_all():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    tide = lowtide.attach(model, "budget", min_size=0, period=4, checks=9, pause=3)
+    for step in range(8):
+        model(torch.randn(64, 64)).square().mean().backward()
+        tide.step(torch.tensor(float("nan") if step == 5 else 1.0))
+    report = tide.report()
+    figures = report.noise["4:addmm.mat1"]
+    assert figures.share == 0.0075 and 0 < figures.predicted < 0.02 and 0 < figures.measured < 0.02
+    assert report.noise["1:tanh.result"].propagated > 0
+    assert any("the loss is nan" in event for event in report.events)
+    text = str(report)
+    assert "added gradient noise" in text and "the loss is nan: exact storage for 3 steps" in text
+    kept = {entry.name: entry.reason for entry in report.sites if entry.codec == "kept"}
+    assert "safety net" in kept["4:addmm.mat1"]
+    tide.detach()

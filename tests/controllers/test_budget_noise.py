@@ -1,0 +1,108 @@
+"""The noise that bounds were set for is the noise that gradients have, layer by layer, in nets in training."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from learners import gpt, gradients, resnet, train
+from torch import Tensor
+
+import lowtide
+from lowtide.session import Session
+
+KEPT = {"resnet": ["*norm*"], "gpt": ["*norm*", "gelu", "scaled*"]}  # so that a layer's own input alone is lossy
+SEEDS = 6
+
+
+@cache
+def trained(net: str) -> tuple[Any, Any, Any, dict[str, Tensor]]:
+    """A net after some steps of plain training."""
+    model, batch, loss = {"resnet": resnet, "gpt": gpt}[net]()
+    torch.set_num_threads(1)
+    train(model, optimizer_of(net, model), loss, batch, range(25))
+    return model, batch, loss, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def optimizer_of(net: str, model: Any) -> torch.optim.Optimizer:
+    if net == "gpt":
+        return torch.optim.AdamW(model.parameters(), 1e-3)
+    return torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)
+
+
+def bounds_after_training(net: str, noise: float, rules: Any, **options: Any) -> Session:
+    """A session that has set its bounds in 14 steps of training, an update every two of them."""
+    model, batch, loss, weights = trained(net)
+    model.load_state_dict(weights)
+    optimizer = optimizer_of(net, model)
+    session = lowtide.attach(
+        model, "budget", noise=noise, optimizer=optimizer, period=2, rules=rules, min_size=0, **options
+    )
+    train(model, optimizer, loss, batch, range(100, 114))
+    session.detach()
+    return session
+
+
+def measured(net: str, session: Session, noise: float, rules: Any, **options: Any) -> tuple[dict, dict, float]:
+    """For the batch at hand, over seeds of the dither: shares by weight, predictions by site, and the total share."""
+    model, batch, loss, _ = trained(net)
+    exact = gradients(model, loss, batch(200))
+    squares, total, predicted = dict.fromkeys(exact, 0.0), 0.0, {}
+    energy = sum(float(part.square().sum()) for part in exact.values())
+    for seed in range(SEEDS):
+        again = lowtide.attach(model, "budget", noise=noise, rules=rules, seed=seed, min_size=0, **options)
+        again.controller._rules = dict(session.controller._rules)
+        lossy = gradients(model, loss, batch(200))
+        again.step()
+        again.step()
+        again.detach()
+        predicted = again.report().noise
+        for name, part in exact.items():
+            square = float((lossy[name] - part).square().sum())
+            squares[name] += square / SEEDS / float(part.square().sum())
+            total += square / SEEDS / energy
+    return squares, predicted, total
+
+
+@pytest.mark.parametrize("noise", [1e-3, 1e-2, 1e-1])
+@pytest.mark.parametrize("net", ["resnet", "gpt"])
+def test_measured_over_predicted_layer_by_layer(net, noise):
+    """0.8 to 1.25 for every weight. A ratio is a mean of six draws with a relative spread of at most 0.1."""
+    rules = [{"op": pattern, "keep": True} for pattern in KEPT[net]]
+    session = bounds_after_training(net, noise, rules, checks=0)
+    squares, predicted, _ = measured(net, session, noise, rules, checks=0)
+    ratios = {}
+    for site, figures in predicted.items():
+        weight = f"{site.partition(':')[0]}.weight"
+        ratios[weight] = squares[weight] / figures.predicted
+        assert 0.3 * figures.share < figures.predicted < 1.8 * figures.share, f"{site}: {figures}"
+    assert len(ratios) == (20 if net == "resnet" else 7), "two inputs of the GPT are outputs of attention: kept with it"
+    assert all(0.8 < ratio < 1.25 for ratio in ratios.values()), ratios
+
+
+@pytest.mark.parametrize("net", ["resnet", "gpt"])
+def test_the_total_is_what_was_asked_for(net):
+    """Everything lossy, and what propagates counted in: 0.3 % to 1.5 % of the gradient's energy for noise = 1 %."""
+    session = bounds_after_training(net, 0.01, None, checks=0)
+    squares, predicted, total = measured(net, session, 0.01, None, checks=0)
+    assert 0.003 < total < 0.015
+    scales = {
+        site: squares[f"{site.partition(':')[0]}.weight"] / figures.predicted
+        for site, figures in predicted.items()
+        if "norm" in site and figures.predicted
+    }
+    assert 0.7 < sum(scales.values()) / len(scales) < 1.4, scales
+
+
+def test_checks_agree_with_predictions():
+    """Every layer checked, each against exact storage of its own input, at every update."""
+    session = bounds_after_training("gpt", 0.01, None, checks=100)
+    found = {site: figures for site, figures in session.report().noise.items() if figures.measured is not None}
+    assert len(found) == 14, "nine linear layers, five norms"
+    ratios = [figures.measured / figures.predicted for figures in found.values()]
+    assert 0.85 < sum(ratios) / len(ratios) < 1.15
+    # One draw: the error of a norm's scale has 64 entries, that of a weight gradient at least as many
+    assert all(0.4 < ratio < 1.9 for ratio in ratios), ratios
+    assert session.controller.events() == []

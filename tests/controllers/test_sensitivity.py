@@ -1,0 +1,290 @@
+"""v * S is the added variance: each formula against errors that were drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lowtide.capture import sensitivity
+from lowtide.capture.producer import Producer
+from lowtide.capture.spot import SpotCheck
+from lowtide.records import Site
+from lowtide.statistics import BELOW, PROPAGATED, SCALE, WEIGHT
+
+BOUND = 0.05
+VARIANCE = BOUND**2 / 3
+
+
+def relu(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64).sub(0.3).relu()
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+@torch.no_grad()
+def measured(gradient: Callable[[Tensor], Tensor], x: Tensor, unit: Tensor | float, draws: int) -> float:
+    """The mean squared error of a gradient under uniform errors of at most ``BOUND`` units; zeros have none."""
+    exact, total = gradient(x), 0.0
+    for _ in range(draws):
+        error = (torch.rand_like(x) * 2 - 1) * BOUND * unit * (x != 0)
+        total += float((gradient(x + error) - exact).square().sum())
+    return total / draws
+
+
+def predicted(op: str, field: str, family: str, y: Tensor, gy: Tensor, x: Tensor) -> dict[str, float]:
+    """v * S of each gradient, from the node that made ``y`` and what backward makes of ``gy``."""
+    node = y.grad_fn
+    with torch.no_grad():
+        probes = sensitivity.probes(Site("", op, field), family, node, x.detach())
+        grads = node(gy, *[None] * (len(node._input_metadata) - 1))
+        grads = grads if isinstance(grads, tuple) else (grads,)
+        return {probe.kind: VARIANCE * float(probe.measure(grads, gy)) for probe in probes}
+
+
+CONVOLUTIONS = {
+    "3x3": (relu(4, 16, 9, 9), (12, 16, 3, 3), {"padding": 1}),
+    "3x3, stride 2": (relu(4, 16, 9, 9), (12, 16, 3, 3), {"padding": 1, "stride": 2}),
+    "1x1": (relu(4, 16, 6, 6), (12, 16, 1, 1), {}),
+    "groups, dilation": (relu(4, 16, 9, 9), (12, 8, 3, 3), {"padding": 2, "groups": 2, "dilation": 2}),
+    "1-d": (relu(6, 16, 20), (12, 16, 5), {"padding": 2}),
+    "3-d": (relu(2, 16, 5, 5, 5), (12, 16, 3, 3, 3), {"padding": 1}),
+    "depthwise": (normal(4, 16, 9, 9), (16, 1, 3, 3), {"padding": 1, "groups": 16}),
+}
+
+
+@pytest.mark.parametrize("case", CONVOLUTIONS)
+def test_convolution(case):
+    x, shape, options = CONVOLUTIONS[case]
+    weight = normal(*shape).requires_grad_()
+    convolve = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}[x.dim()]
+    y = convolve(x, weight, **options)
+    gy = torch.randn_like(y) * torch.rand(y.shape[0], y.shape[1], *[1] * (y.dim() - 2), dtype=torch.float64)
+
+    def gradient(values: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return torch.autograd.grad(convolve(values, weight, **options), weight, gy)[0]
+
+    expected = predicted("convolution", "input", "linear", y, gy, x)[WEIGHT]
+    assert measured(gradient, x, 1.0, 60) == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("options", [{"stride": 2, "padding": 1, "output_padding": 1}, {"groups": 2}], ids=str)
+def test_transposed_convolution(options):
+    x, weight = relu(4, 16, 6, 6), normal(16, 10, 3, 3).requires_grad_()
+    y = F.conv_transpose2d(x, weight, **options)
+    gy = torch.randn_like(y)
+
+    def gradient(values: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return torch.autograd.grad(F.conv_transpose2d(values, weight, **options), weight, gy)[0]
+
+    expected = predicted("convolution", "input", "linear", y, gy, x)[WEIGHT]
+    assert measured(gradient, x, 1.0, 60) == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("values", [relu, normal])
+def test_linear(values):
+    """Rows with more non-zeros, or larger gradients, count more: no mean over rows would do."""
+    x, weight = values(48, 32), normal(24, 32).requires_grad_()
+    x[:16, :28] = 0
+    gy = normal(48, 24) * torch.rand(48, 1, dtype=torch.float64)
+    gy[:16] *= 3
+    bias = normal(24).requires_grad_()
+    y = F.linear(x, weight, bias)
+    expected = predicted("addmm", "mat1", "linear", y, gy, x)[WEIGHT]
+    assert measured(lambda values: gy.t() @ values, x, 1.0, 200) == pytest.approx(expected, rel=0.03)
+
+
+def test_batch_norm():
+    x = normal(16, 12, 6, 6) * torch.rand(1, 12, 1, 1).add(0.3) + normal(1, 12, 1, 1)
+    x = x.detach().requires_grad_()
+    norm = nn.BatchNorm2d(12).double()
+    with torch.no_grad():
+        norm.weight.copy_(normal(12))
+    y = norm(x)
+    mean, std = x.detach().mean((0, 2, 3), keepdim=True), x.detach().std((0, 2, 3), keepdim=True, correction=0)
+    gy = torch.randn_like(y) + 0.3 * normal(1, 12, 1, 1) * (x.detach() - mean)
+    found = predicted("native_batch_norm", "input", "norm", y, gy, x)
+    node = y.grad_fn
+
+    def backward(values: Tensor, mask: tuple[bool, bool, bool]) -> tuple[Tensor, ...]:
+        return torch.ops.aten.native_batch_norm_backward(
+            gy, values, norm.weight, None, None, node._saved_result1, node._saved_result2, True, norm.eps, mask
+        )
+
+    at = x.detach()
+    scale = measured(lambda values: backward(values, (False, True, False))[1], at, std, 1000)
+    onward = measured(lambda values: backward(values, (True, False, False))[0], at, std, 200)
+    assert scale == pytest.approx(found[SCALE], rel=0.1)
+    assert onward == pytest.approx(found[PROPAGATED], rel=0.05)
+
+
+@pytest.mark.parametrize("kind", ["convolution", "linear"])
+def test_the_weight_below_a_batch_norm(kind):
+    """One number for a whole channel is wrong, and its weight's gradient shows it: the energy of gX does not."""
+    if kind == "convolution":
+        x, weight, op, field = relu(24, 16, 8, 8), normal(12, 16, 3, 3), "convolution", "input"
+        apply = partial(F.conv2d, padding=1)
+    else:
+        x, weight, op, field = relu(600, 40), normal(12, 40), "mm", "self"
+        apply = F.linear
+    weight = nn.Parameter(weight)
+    hidden = apply(x, weight)
+    norm = (nn.BatchNorm2d if kind == "convolution" else nn.BatchNorm1d)(12).double()
+    y = norm(hidden)
+    gy = torch.randn_like(y)
+    node, below, at = y.grad_fn, hidden.grad_fn, hidden.detach()
+    producer = Producer.of(Site("", op, field), below, x)
+    with torch.no_grad():
+        probes = sensitivity.probes(Site("", "native_batch_norm", "input"), "norm", node, at, producer)
+        probe = next(probe for probe in probes if probe.kind == BELOW)
+        expected = VARIANCE * float(probe.measure((), gy))
+    assert probe.weight is weight
+
+    def gradient(values: Tensor) -> Tensor:
+        (gx, _, _) = torch.ops.aten.native_batch_norm_backward(
+            gy, values, norm.weight, None, None, node._saved_result1, node._saved_result2, True, norm.eps,
+            (True, False, False),
+        )  # fmt: skip
+        with torch.enable_grad():
+            return torch.autograd.grad(apply(x, weight), weight, gx)[0]
+
+    std = at.std([axis for axis in range(at.dim()) if axis != 1], keepdim=True, correction=0)
+    assert measured(gradient, at, std, 400) == pytest.approx(expected, rel=0.15)
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_layer_norm(scaled):
+    x = (normal(40, 48) * torch.rand(40, 1).add(0.2)).detach().requires_grad_()
+    norm = nn.LayerNorm(48, elementwise_affine=scaled).double()
+    y = norm(x)
+    std = x.detach().std(1, keepdim=True, correction=0)
+    gy = torch.randn_like(y) + 0.3 * x.detach() / std
+    found = predicted("native_layer_norm", "input", "norm", y, gy, x)
+    node = y.grad_fn
+
+    def backward(values: Tensor, mask: tuple[bool, bool, bool]) -> tuple[Tensor, ...]:
+        return torch.ops.aten.native_layer_norm_backward(
+            gy, values, [48], node._saved_result1, node._saved_result2, norm.weight, norm.bias, mask
+        )
+
+    at = x.detach()
+    onward = measured(lambda values: backward(values, (True, False, False))[0], at, std, 400)
+    assert onward == pytest.approx(found[PROPAGATED], rel=0.05)
+    assert (SCALE in found) == scaled
+    if scaled:
+        scale = measured(lambda values: backward(values, (False, True, False))[1], at, std, 1000)
+        assert scale == pytest.approx(found[SCALE], rel=0.1)
+
+
+def test_group_norm():
+    """Channels of one spread: then a bound by channel and sample is the group's too."""
+    x = (normal(6, 8, 10, 10) * torch.rand(6, 1, 1, 1).add(0.2)).detach().requires_grad_()
+    norm = nn.GroupNorm(2, 8).double()
+    y = norm(x)
+    std = x.detach().std((2, 3), keepdim=True, correction=0)
+    gy = torch.randn_like(y) + 0.3 * x.detach() / std
+    found = predicted("native_group_norm", "input", "norm", y, gy, x)
+    node = y.grad_fn
+
+    def backward(values: Tensor, mask: tuple[bool, bool, bool]) -> tuple[Tensor, ...]:
+        return torch.ops.aten.native_group_norm_backward(
+            gy, values, node._saved_result1, node._saved_result2, norm.weight, 6, 8, 100, 2, mask
+        )
+
+    at = x.detach()
+    scale = measured(lambda values: backward(values, (False, True, False))[1], at, std, 1000)
+    onward = measured(lambda values: backward(values, (True, False, False))[0], at, std, 200)
+    assert scale == pytest.approx(found[SCALE], rel=0.15)
+    assert onward == pytest.approx(found[PROPAGATED], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("op", "field", "function"),
+    [
+        ("gelu", "self", F.gelu),
+        ("gelu", "self", lambda x: F.gelu(x, approximate="tanh")),
+        ("silu", "self", F.silu),
+        ("softplus", "self", lambda x: F.softplus(x, 2.0)),
+        ("tanh", "result", torch.tanh),
+        ("sigmoid", "result", torch.sigmoid),
+        ("sin", "self", torch.sin),
+        ("cos", "self", torch.cos),
+    ],
+)
+def test_pointwise(op, field, function):
+    x = normal(20000).requires_grad_()
+    y = function(x)
+    gy = torch.randn_like(y)
+    saved = (x if field == "self" else y).detach()
+    found = predicted(op, field, "pointwise", y, gy, saved)
+
+    def gradient(values: Tensor) -> Tensor:
+        if op == "tanh":
+            return gy * (1 - values.square())
+        if op == "sigmoid":
+            return gy * values * (1 - values)
+        with torch.enable_grad():
+            values = values.detach().requires_grad_()
+            return torch.autograd.grad(function(values), values, gy)[0]
+
+    assert measured(gradient, saved, 1.0, 10) == pytest.approx(found[PROPAGATED], rel=0.08)
+
+
+@pytest.mark.parametrize(
+    ("op", "field", "lossy"), [("bmm", "self", 0), ("bmm", "mat2", 1), ("mul", "self", 0), ("mul", "other", 1)]
+)
+def test_products(op, field, lossy):
+    shapes = ((4, 20, 12), (4, 12, 18)) if op == "bmm" else ((40, 20, 12), (40, 20, 12))
+    factors = [relu(*shape).requires_grad_() for shape in shapes]
+    function = getattr(torch, op)
+    y = function(*factors)
+    gy = torch.randn_like(y)
+    found = predicted(op, field, "product", y, gy, factors[lossy])
+
+    def gradient(values: Tensor) -> Tensor:
+        given = [values if index == lossy else factor for index, factor in enumerate(factors)]
+        with torch.enable_grad():
+            return torch.autograd.grad(function(*given), given[1 - lossy], gy)[0]
+
+    assert measured(gradient, factors[lossy].detach(), 1.0, 60) == pytest.approx(found[PROPAGATED], rel=0.08)
+
+
+def test_what_has_no_formula_has_no_probe():
+    y = normal(4, 8).requires_grad_().softmax(1)
+    assert sensitivity.probes(Site("", "softmax", "result"), "pointwise", y.grad_fn, y.detach()) == []
+    cube = normal(4, 8).requires_grad_() ** 3
+    assert sensitivity.probes(Site("", "pow", "self"), "pointwise", cube.grad_fn, cube.detach()) == []
+
+
+@pytest.mark.parametrize("op", ["convolution", "addmm", "native_batch_norm", "native_layer_norm"])
+def test_a_spot_check_finds_the_variance(op, monkeypatch):
+    """Of a part of the tensor, with the real gradient: the variance that the errors were drawn with."""
+    monkeypatch.setattr("lowtide.capture.spot._ENOUGH", 8000)
+    if op == "convolution":
+        x, module, field = relu(8, 16, 10, 10), nn.Conv2d(16, 24, 3, padding=1, stride=2), "input"
+    elif op == "addmm":
+        x, module, field = relu(200, 64), nn.Linear(64, 48), "mat1"
+    elif op == "native_batch_norm":
+        x, module, field = normal(8, 128, 6, 6), nn.BatchNorm2d(128), "input"
+    else:
+        x, module, field = normal(4, 50, 128), nn.LayerNorm(128), "input"
+    y = module.double()(x.requires_grad_())
+    gy, x = torch.randn_like(y), x.detach()
+    with torch.no_grad():
+        check = SpotCheck.of(Site("", op, field), y.grad_fn, x)
+    unit = 1.0
+    if "norm" in op:
+        over = (0, 2, 3) if op == "native_batch_norm" else (2,)
+        unit = x.std(over, keepdim=True, correction=0)
+    assert check.part.numel() < x.numel()
+    found = [float(check.variance(x + (torch.rand_like(x) * 2 - 1) * BOUND * unit * (x != 0), gy)) for _ in range(40)]
+    assert sum(found) / 40 == pytest.approx(VARIANCE, rel=0.1)
+    assert float(check.variance(x, gy)) == 0.0

@@ -1,0 +1,59 @@
+"""The twins of ``division``, ``norm_groups`` and ``sample_groups`` on a device: the codec's bytes, and no waiting."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from division_cases import BITS, DTYPES, Case, check, make_cases
+from no_waiting import no_waiting
+from same_payload import assert_same_payload, assert_same_values
+
+from lowtide import codecs, kernels
+from lowtide.codecs.division import Division
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_twin_equals_codec_here_and_on_the_cpu(dtype: str) -> None:
+    for case in make_cases(DTYPES[dtype]):
+        check(case, torch.device("cuda"), against_cpu=True)
+
+
+@pytest.mark.parametrize(
+    "shape", [(8, 64, 56, 56), (4, 96, 14, 14), (3, 50, 7, 7), (2, 24, 112, 112), (300, 768)], ids=str
+)
+def test_fresh_random_tensors(shape: tuple[int, ...]) -> None:
+    """Different values in every run: the seed is in the name of the case, which a failure shows."""
+    seed = torch.seed() % (1 << 31)
+    random = torch.Generator().manual_seed(seed)
+    for bits, dtype in zip(BITS, [*DTYPES.values(), torch.float32], strict=True):
+        x = torch.randn(shape, generator=random).to(dtype)
+        check(Case(f"random, seed {seed}", x, Division(bits), seed=seed), torch.device("cuda"), against_cpu=True)
+        if x.dim() == 4:
+            last = x.contiguous(memory_format=torch.channels_last)
+            check(Case(f"random, seed {seed}", last, Division(bits), seed=seed), torch.device("cuda"))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nothing_waits_for_the_device(dtype: str, layout: torch.memory_format) -> None:
+    x = torch.randn(4, 24, 31, 29, device="cuda").to(DTYPES[dtype]).contiguous(memory_format=layout)
+    x[0, 0, 0, 0] = torch.nan
+    for codec in (codecs.create("division"), codecs.create("norm_groups"), codecs.create("sample_groups", bits=3.0)):
+        twin = kernels.twin(codec, x.device, x.dtype)
+        twin.decode(twin.encode(x))  # compiles
+        with no_waiting():
+            decoded = twin.decode(twin.encode(x, seed=3))
+        assert decoded.stride() == x.stride()
+
+
+@pytest.mark.parametrize("name", ["norm_groups", "sample_groups"])
+def test_composed_twins_equal_their_codecs(name: str) -> None:
+    for layout in (torch.contiguous_format, torch.channels_last):
+        x = torch.randn(6, 40, 9, 11, device="cuda").contiguous(memory_format=layout)
+        codec = codecs.create(name, bits=3.0)
+        twin = kernels.twin(codec, x.device, x.dtype)
+        payload = codec.encode(x, seed=5)
+        assert_same_payload(twin.encode(x, seed=5), payload, name)
+        assert_same_values(twin.decode(payload), codec.decode(payload), name, any_nan=True)

@@ -1,0 +1,59 @@
+"""benchmarks/growth.py from end to end, at tiny size, with memory counted on the CPU."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from live_memory import LiveMeter
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def growth() -> ModuleType:
+    path = Path(__file__).parents[2] / "benchmarks" / "growth.py"
+    spec = importlib.util.spec_from_file_location("growth_benchmark", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def options(growth: ModuleType, *arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    growth.configure(parser)
+    shared = ["--tiny", "--device", "cpu", "--warm", "1", "--repeats", "2", "--steps", "2", "--cap", "10MiB"]
+    return parser.parse_args(["resnet18", *shared, *arguments])
+
+
+def test_methods_side_by_side(growth: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "growth.csv"
+    settings = ("--methods", "plain,checkpoint,exact", "--start", "8", "--granularity", "4", "--out", str(out))
+    rows = growth.run(options(growth, *settings), LiveMeter(64 * MIB))
+    with out.open(newline="") as file:
+        written = list(csv.DictReader(file))
+    assert tuple(written[0]) == growth.COLUMNS
+    assert [row["method"] for row in written] == ["plain", "checkpoint", "exact"]
+    for row in rows:
+        assert row["ok"] and 0 < row["peak"] <= row["allowed"] == int(0.95 * 10 * MIB)
+        assert row["units_per_s"] == pytest.approx(1e3 * row["batch"] / row["step_ms"])
+        assert row["batch_x_plain"] == row["batch"] / rows[0]["batch"]
+        assert f"{row['batch']} fits {row['peak']}" in row["tried"]
+    plain, checkpointed, _ = rows
+    assert checkpointed["batch"] > plain["batch"], "recomputing blocks makes room even at this size"
+    assert "[2/3] resnet18, tf32, checkpoint: batch " in capsys.readouterr().err
+    assert len(growth.show(rows)) == 2 + len(rows)
+
+
+def test_a_cap_that_nothing_fits_is_a_row_and_so_is_a_failure(growth: ModuleType) -> None:
+    settings = ("--methods", "plain", "--out", "-", "--start", "2", "--cap", "1KiB")
+    (row,) = growth.run(options(growth, *settings), LiveMeter(64 * MIB))
+    assert row["ok"] and row["batch"] == 0 and "units_per_s" not in row
+    (row,) = growth.run(options(growth, *settings, "--maximum", "1"), LiveMeter(64 * MIB))
+    assert not row["ok"] and row["error"].startswith("SizeError: start is at least 1 and at most maximum")
+    assert "SizeError" in growth.show([row])[-1]

@@ -1,0 +1,210 @@
+"""Which sizes are tried, against devices whose memory is a formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowtide import find_batch_size
+from lowtide.errors import SizeError, UnknownNameError
+from lowtide.growth import BatchSize
+
+
+class Formula:
+    """A device on which a step of n samples needs ``need(n)`` bytes; beyond ``limit`` it runs out of memory."""
+
+    def __init__(self, need: Callable[[int], float], limit: int) -> None:
+        self._need, self._limit = need, limit
+        self.size = 0
+        self.sizes: list[int] = []
+
+    def run_step(self, size: int) -> None:
+        self.size = size
+        if not self.sizes or self.sizes[-1] != size:
+            self.sizes.append(size)
+        if self._need(size) > self._limit:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def limit(self) -> int:
+        return self._limit
+
+    def peak(self, step: Callable[[], object]) -> int:
+        step()
+        return int(self._need(self.size))
+
+    def clean(self) -> None:
+        pass
+
+
+def search(need: Callable[[int], float], limit: int, **options: object) -> tuple[BatchSize, list[int]]:
+    device = Formula(need, limit)
+    settings = {"state": [], "start": 8, "maximum": 4096, "meter": device, **options}
+    with mock.patch("gc.collect"):  # there is no garbage, and looking for it takes longer than all the rest
+        return find_batch_size(device.run_step, **settings), device.sizes  # type: ignore[arg-type]
+
+
+def affine(size: int) -> int:
+    return 1000 + 10 * size
+
+
+def test_two_sizes_give_the_line_and_the_third_is_the_answer() -> None:
+    result, sizes = search(affine, 10_000)  # 9500 allowed: 850 samples
+    assert sizes == [8, 16, 512]
+    assert (result.batch, result.peak, result.predicted, result.allowed) == (512, 6120, 6120, 9500)
+    assert [trial.outcome for trial in result.tried] == ["fits"] * 3
+
+
+def test_a_finer_grid_gets_as_close_as_it_can() -> None:
+    result, sizes = search(affine, 10_000, granularity=50, start=50)
+    assert (result.batch, result.peak) == (850, 9500)
+    assert sizes == [50, 100, 850, 900], "900 is excluded by 5 %: close enough to look"
+    result, _ = search(affine, 10_000, granularity=1)
+    assert result.batch == 850
+
+
+def test_what_is_held_back_counts_against_the_peak_though_it_would_fit() -> None:
+    assert search(affine, 6300, reserve=0.0)[0].batch == 512
+    result, sizes = search(affine, 6300)  # 512 needs 6120, and 5985 are allowed
+    assert result.batch == 256
+    assert sizes == [8, 16, 256, 512] and result.tried[-1].outcome == "too large"
+
+
+def test_a_budget_below_the_device_counts_and_one_above_does_not() -> None:
+    assert search(affine, 10_000, budget=4000)[0].batch == 256
+    assert search(affine, 4000, budget="16GiB")[0].batch == 256
+
+
+def test_the_maximum_ends_the_search() -> None:
+    result, sizes = search(affine, 10**9, maximum=300)
+    assert result.batch == 256 and result.why == "the largest size that was asked for"
+    assert sizes == [8, 16, 256]
+
+
+def test_memory_that_runs_out_where_the_line_said_it_would_not_is_bisected() -> None:
+    """A step in the memory, as a library with another workspace makes, which no line can know of."""
+    result, sizes = search(lambda n: affine(n) + (10**9 if n >= 77 else 0), 10_000, granularity=1)
+    assert result.batch == 76 and result.why == "77 runs out of memory"
+    assert sizes[:3] == [8, 16, 850] and len(sizes) <= 14
+
+
+def test_a_peak_that_moves_to_another_layer_bends_the_line_and_the_search_follows() -> None:
+    """Three layers hold the peak in turn. What was measured far below the answer says nothing about it."""
+    result, sizes = search(
+        lambda n: max(20_000 + n, 40 * n, 100 * n - 30_000), 10**9, budget=80_000, granularity=1, reserve=0.0
+    )
+    assert result.batch == 1100 and len(sizes) <= 7
+
+
+def test_a_start_that_does_not_fit_is_halved_until_something_does() -> None:
+    result, sizes = search(lambda n: 100 * n, 1000, start=64)  # 950 allowed
+    assert sizes == [64, 32, 16, 8] and result.batch == 8
+    assert [trial.outcome for trial in result.tried] == ["out of memory"] * 3 + ["fits"]
+    result, sizes = search(lambda n: 100 * n, 1000, start=64, granularity=1)
+    assert result.batch == 9
+
+
+def test_where_nothing_fits_the_batch_is_zero() -> None:
+    result, sizes = search(lambda n: 10**6, 1000, start=4)
+    assert result.batch == 0 and result.peak is None and sizes == [4, 2, 1]
+    assert str(result).startswith("no batch fits; not even the smallest size fits")
+
+
+def test_memory_that_does_not_grow_jumps_to_the_maximum() -> None:
+    assert search(lambda n: 500, 1000)[1] == [8, 16, 4096]
+
+
+def test_the_text_says_what_was_found_and_what_was_tried() -> None:
+    result, _ = search(lambda n: (1 << 20) * (100 + n), 1 << 30)
+    lines = str(result).splitlines()
+    assert lines[0] == "batch 512: peak 612.00 MiB of 972.80 MiB; 1024 would need 1.10 GiB"
+    assert lines[2].split() == ["batch", "peak", "predicted", "outcome"]
+    assert lines[-1].split() == ["512", "612.00", "MiB", "612.00", "MiB", "fits"]
+
+
+def test_every_trial_has_its_steps_and_the_peak_is_that_of_the_last() -> None:
+    calls: list[int] = []
+
+    class Settling(Formula):
+        def run_step(self, size: int) -> None:
+            calls.append(size)
+            super().run_step(size)
+
+        def peak(self, step: Callable[[], object]) -> int:
+            step()
+            return affine(self.size) + (0 if calls.count(self.size) == 4 else 10**6)
+
+    device = Settling(affine, 2000)
+    result = find_batch_size(device.run_step, state=[], start=8, maximum=64, steps=4, meter=device)
+    assert result.batch == 64 and [calls.count(size) for size in (8, 16, 64)] == [4, 4, 4]
+
+
+@given(
+    fixed=st.integers(0, 10**6),
+    each=st.integers(1, 10**4),
+    limit=st.integers(1, 10**8),
+    start=st.sampled_from([1, 8, 64]),
+    granularity=st.sampled_from(["power of two", 1, 8]),
+)
+def test_on_a_line_the_answer_is_the_largest_and_few_sizes_are_tried(
+    fixed: int, each: int, limit: int, start: int, granularity: str | int
+) -> None:
+    start = max(start, granularity) if isinstance(granularity, int) else start
+    result, sizes = search(
+        lambda n: fixed + each * n, limit, start=start, maximum=4096, granularity=granularity, reserve=0.0
+    )
+    grid = [2**k for k in range(13)] if isinstance(granularity, str) else range(granularity, 4097, granularity)
+    assert result.batch == max([n for n in grid if fixed + each * n <= limit], default=0)
+    assert len(sizes) <= (5 if fixed + 2 * each * start <= limit else 14)
+
+
+@given(
+    jumps=st.lists(st.tuples(st.integers(1, 4096), st.integers(0, 10**5)), max_size=5),
+    each=st.integers(0, 100),
+    limit=st.integers(1, 10**6),
+    granularity=st.sampled_from(["power of two", 1, 8]),
+)
+def test_whatever_the_memory_does_the_answer_was_run_and_fits(
+    jumps: list[tuple[int, int]], each: int, limit: int, granularity: str | int
+) -> None:
+    """Growing memory with steps in it: the next size either failed or was excluded by the line."""
+
+    def need(n: int) -> int:
+        return each * n + sum(height for at, height in jumps if n >= at)
+
+    result, sizes = search(need, limit, granularity=granularity, reserve=0.0)
+    assert len(sizes) == len(set(sizes)) <= 40
+    if not result.batch:
+        assert need(1 if granularity != 8 else 8) > limit
+        return
+    assert result.batch in sizes and result.peak == need(result.batch) <= limit
+    assert all(need(n) > limit for n in sizes if n > result.batch)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"start": 0}, SizeError, "start is at least 1 and at most maximum; got start=0, maximum=4096"),
+        ({"start": 8, "maximum": 4}, SizeError, "start is at least 1 and at most maximum"),
+        ({"start": 48}, SizeError, "start=48 is not a power of two up to 4096; use 32 or 64"),
+        ({"start": 48, "granularity": 32}, SizeError, "start=48 is not a multiple of 32 up to 4096; use 32 or 64"),
+        ({"start": 8, "maximum": 9, "granularity": 32}, SizeError, "no size up to maximum=9 is a multiple of 32"),
+        ({"granularity": 0}, SizeError, "granularity is 'power of two' or a number of samples, 1 or more; got 0"),
+        ({"granularity": "power of tow"}, UnknownNameError, "Did you mean 'power of two'"),
+        ({"reserve": 1.0}, SizeError, "reserve is a share of the memory, at least 0 and less than 1; got 1.0"),
+        ({"steps": 0}, SizeError, "a trial has at least one step; got steps=0"),
+        ({"budget": "much"}, SizeError, "budget is a number of bytes or a text such as '512MiB'"),
+    ],
+)
+def test_mistakes_are_refused_before_any_step(options: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        search(lambda n: pytest.fail("a step was taken"), 1000, **options)
+
+
+def test_the_cpu_needs_a_meter() -> None:
+    with pytest.raises(SizeError, match="memory on cpu cannot be measured"):
+        find_batch_size(lambda n: None, state=[], start=1, maximum=2, device="cpu")

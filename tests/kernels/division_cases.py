@@ -1,0 +1,80 @@
+"""Cases on which the twin of ``division`` has to give the bytes and values of the codec."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from same_payload import assert_same_payload, assert_same_values, copy_to
+from torch import Tensor
+
+from lowtide import kernels
+from lowtide.codecs.division import Division
+from lowtide.records import Encoded
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+BITS = (1, 2, 4, 8)
+# Maps that are, and are not, multiples of a block; rows shorter and longer than one, and than a program's columns.
+MAPS = [(2, 3, 8, 8), (2, 3, 14, 14), (2, 35, 7, 7), (1, 2, 9, 40), (1, 3, 2, 3)]
+ROWS = [(5, 64), (3, 200), (1, 2500), (7, 3), (130, 2)]
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    x: Tensor
+    codec: Division = Division()  # noqa: RUF009
+    seed: int = 7
+
+    def __str__(self) -> str:
+        shape = "x".join(map(str, self.x.shape))
+        return f"{self.name}: {self.codec.bits} bits, {self.codec.rounding}, {shape} {self.x.dtype}, {self.x.stride()}"
+
+
+def make_cases(dtype: torch.dtype) -> Iterator[Case]:
+    """All of them for float32; for the others what has to do with the dtype."""
+    torch.manual_seed(3)
+    few = dtype != torch.float32
+    for shape in (MAPS[1], ROWS[1]) if few else (*MAPS, *ROWS):
+        yield Case("shape", (torch.randn(shape) + 0.5).to(dtype))
+    for shape in MAPS[1:2] if few else MAPS:
+        x = torch.randn(shape).relu().to(dtype)
+        yield Case("channels_last", x.contiguous(memory_format=torch.channels_last), seed=1 << 63)
+    maps, rows = torch.randn(2, 3, 9, 13).to(dtype), torch.randn(9, 150).to(dtype)
+    for bits in (8,) if few else BITS:
+        yield Case("bits", maps, Division(bits))
+        yield Case("bits", rows, Division(bits, rounding="nearest"))
+    for block in () if few else (2, 4, 16):
+        yield Case("block", maps, Division(block=block))
+    specials = maps.clone()
+    specials[0, 0, 0, 0], specials[0, 2, 8, 12], specials[1, 0] = math.nan, math.inf, 0.0
+    specials[1, 1, 4, 4], specials[1, 2] = -0.0, torch.finfo(dtype).max
+    yield Case("specials", specials)
+    yield Case("specials, channels_last", specials.contiguous(memory_format=torch.channels_last))
+    yield Case("tiny values", (torch.randn(2, 3, 10, 10) * 1e-7).to(dtype))
+    if few:
+        return
+    yield Case("constant", torch.full((3, 2, 9, 9), 1.25, dtype=dtype))
+    storage = torch.randn(1 + 2 * 3 * 8 * 9).to(dtype)
+    yield Case("odd offset", storage[1:].view(2, 3, 8, 9))
+    yield Case("five axes", torch.randn(2, 3, 2, 9, 10).to(dtype))
+    # Left to the codec.
+    yield Case("permuted", torch.randn(4, 3, 9, 8).to(dtype).permute(3, 1, 0, 2))
+    yield Case("empty", torch.zeros(2, 0, 8, 8, dtype=dtype))
+    yield Case("faithful", maps, Division(faithful=True))
+
+
+def check(case: Case, device: torch.device, *, against_cpu: bool = False) -> Encoded:
+    """Twin against codec on ``device``, both ways; with ``against_cpu`` also against the codec there."""
+    x = copy_to(case.x, device)
+    twin = kernels.twin(case.codec, device, x.dtype)
+    assert case.codec.faithful or type(twin).__name__ == "DivisionKernel", f"{case}: no twin"
+    got, expected = twin.encode(x, seed=case.seed), case.codec.encode(x, seed=case.seed)
+    assert_same_payload(got, expected, str(case))
+    plain = case.codec.decode(expected)
+    assert_same_values(twin.decode(expected), plain, str(case), any_nan=True)
+    if against_cpu:
+        assert_same_payload(got, case.codec.encode(case.x, seed=case.seed), f"{case}, CPU")
+    return got
