@@ -29,7 +29,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' Makefile
 
 demo: $(STAMP) ## train a small model with and without compression; nothing to download
-	$(PY) examples/quickstart.py
+	$(PY) -m lowtide demo
 
 test: $(STAMP) ## run the tests; those that need a GPU are skipped, by name, where there is none
 	OMP_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(PY) -m pytest $(PYTEST_PLUGINS) $(PYTEST_FLAGS)

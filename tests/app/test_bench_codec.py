@@ -96,7 +96,7 @@ def test_an_interrupted_run_keeps_its_rows(bench_codec, read_rows, monkeypatch, 
     monkeypatch.setattr(Cast, "encode", interrupt)
     assert bench_codec("--codecs", "sz:blocks,cast:bf16") == 130
     assert [row["codec"] for row in read_rows()] == ["sz:blocks"]
-    assert capsys.readouterr().err.endswith("lowtide: interrupted; the rows of what was measured so far are written\n")
+    assert capsys.readouterr().err.endswith("lowtide: interrupted; what was written so far is kept\n")
 
 
 class Ticketed:

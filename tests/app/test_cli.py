@@ -29,7 +29,7 @@ def test_the_package_is_the_command(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        ((), "lowtide bench codec --codecs"),
+        ((), "lowtide plan resnet50"),
         (("bench",), "Measure codecs and training steps."),
         (("bench", "codec"), "--real MODEL"),
         (("bench", "step"), "--sync-check"),

@@ -6,19 +6,37 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
+import textwrap
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from lowtide._version import __version__
+from lowtide.app import demo, env
 from lowtide.app.bench import codec, step
 from lowtide.app.bench.specs import UsageError
+from lowtide.app.compare import command as compare
+from lowtide.app.plan import command as plan
+from lowtide.app.report import command as report
+from lowtide.app.train import command as train
 from lowtide.errors import BoundError, UnknownNameError
 
+# A command is a module: its docstring is its help, the first line the summary; EXAMPLES, configure and run.
+_COMMANDS: Mapping[str, Any] = {
+    "demo": demo,
+    "train": train,
+    "compare": compare,
+    "plan": plan,
+    "report": report,
+    "env": env,
+}
 _EPILOG = """examples:
-  lowtide bench codec --codecs sz:rans,sz:blocks --bytes 2GiB
-  lowtide bench step resnet50 --batch 256 --precision tf32,bf16 --methods plain,checkpoint,bold,careful
+  lowtide demo
+  lowtide plan resnet50 --batch 256 --memory 16GiB
+  lowtide train --model resnet18 --data digits --method fixed
+  lowtide report runs/demo
 """
 
 
@@ -29,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = options.run(options)
         return status
     except KeyboardInterrupt:
-        _complain("interrupted; the rows of what was measured so far are written")
+        _complain("interrupted; what was written so far is kept")
         return 130
     except Exception as error:
         if getattr(options, "traceback", False):
@@ -53,23 +71,35 @@ class _Parser(argparse.ArgumentParser):
 def _build_parser() -> _Parser:
     parser = _Parser(
         prog="lowtide",
-        description="Train PyTorch models in a fraction of the activation memory, under a checked error bound.",
+        description=_fill("Train PyTorch models in a fraction of the activation memory, under a checked error bound."),
         epilog=_EPILOG,
     )
     parser.add_argument("--version", action="version", version=f"lowtide {__version__}")
     parser.set_defaults(run=_shows_help(parser))
     commands = parser.add_subparsers(metavar="COMMAND", dest="command")
+    for name, module in _COMMANDS.items():
+        _add_command(commands, name, module)
     bench = commands.add_parser(
-        "bench", help="measure codecs and training steps", description="Measure codecs and training steps."
+        "bench", help="Measure codecs and training steps.", description="Measure codecs and training steps."
     )
     bench.set_defaults(run=_shows_help(bench))
     benches = bench.add_subparsers(metavar="BENCH", dest="bench")
-    for module, name in ((codec, "codec"), (step, "step")):
-        summary, _, rest = (module.__doc__ or "").partition("\n")
-        leaf = benches.add_parser(name, help=summary, description=f"{summary}\n{rest}", epilog=module.EXAMPLES)
-        module.configure(leaf)
-        leaf.set_defaults(run=module.run)
+    for name, module in (("codec", codec), ("step", step)):
+        _add_command(benches, name, module)
     return parser
+
+
+def _add_command(commands: Any, name: str, module: Any) -> None:
+    text = module.__doc__ or ""
+    leaf = commands.add_parser(name, help=text.partition("\n")[0], description=_fill(text), epilog=module.EXAMPLES)
+    module.configure(leaf)
+    leaf.set_defaults(run=module.run)
+
+
+def _fill(text: str) -> str:
+    """Paragraphs as wide as the terminal, or as a page where it is wider."""
+    width = min(shutil.get_terminal_size().columns, 100) - 2
+    return "\n\n".join(textwrap.fill(paragraph, width) for paragraph in text.strip().split("\n\n"))
 
 
 def _shows_help(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:

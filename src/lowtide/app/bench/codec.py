@@ -31,9 +31,12 @@ COLUMNS = (
     *("copy_ms", "copy_ms_min", "copy_ms_max", "encode_gb_s", "decode_gb_s", "copy_gb_s", "coding_over_copy"),
 )
 EXAMPLES = """examples:
-  lowtide bench codec --bytes 2GiB --codecs sz:rans,sz:blocks --bounds "1.0 std,0.4 std"
-  lowtide bench codec --real resnet50 --layers 3 --dtypes bfloat16 --codecs sz:rans
-  lowtide bench codec --device cpu --bytes 1M --codecs "sz:blocks,sz(rounding=nearest),cast:bf16" --out -
+  lowtide bench codec --bytes 2GiB --codecs sz:rans,sz:blocks \\
+      --bounds "1.0 std,0.4 std"
+  lowtide bench codec --real resnet50 --layers 3 --dtypes bfloat16 \\
+      --codecs sz:rans
+  lowtide bench codec --device cpu --bytes 1M --out - \\
+      --codecs "sz:blocks,sz(rounding=nearest),cast:bf16"
 """
 _AMOUNTS = ("seed", "warm", "repeats")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

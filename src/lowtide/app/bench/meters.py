@@ -23,7 +23,8 @@ def measure_memory(task: Task, session: Session | None) -> dict[str, Any]:
     """One step: bytes held between forward and backward, and at the peak, above what is there without a step.
 
     The static state is parameters, buffers, the optimizer's state and the batch; gradients are not in it. ``held`` is
-    counted when the loss is computed and nothing but the loss is referred to. The allocator's figures need a GPU.
+    counted when the device has computed the loss and nothing but the loss is referred to. The allocator's figures need
+    a GPU.
     """
     row: dict[str, Any] = {}
     on_gpu = task.device.type == "cuda"
@@ -35,6 +36,9 @@ def measure_memory(task: Task, session: Session | None) -> dict[str, Any]:
         row["static"] = before[0]
     loss = task.loss()
     if on_gpu:
+        timing.synchronize(task.device)
+        if session is not None:
+            session.report()  # lets go of tensors whose encoders have reported by now
         held = _read_allocator(task, "current")
         row |= {"held": held[0] - before[0], "held_requested": held[1] - before[1]}
     if session is not None:

@@ -33,9 +33,12 @@ COLUMNS = (
     *("step_x_first_plain", "held_x_less", "peak_x_less"),
 )
 EXAMPLES = """examples:
-  lowtide bench step resnet50 --batch 256 --precision tf32,bf16 --methods checkpoint,compile,bold,careful
-  lowtide bench step gpt2_small --batch 8 --precision bf16 --methods "exact,fixed(linear=0.4 std,norm=0.2 std)"
-  lowtide bench step resnet18 --tiny --device cpu --batch 8 --methods bold:blocks --out -
+  lowtide bench step resnet50 --batch 256 --precision tf32,bf16 \\
+      --methods checkpoint,compile,bold,careful
+  lowtide bench step gpt2_small --batch 8 --precision bf16 \\
+      --methods "exact,fixed(linear=0.4 std,norm=0.2 std)"
+  lowtide bench step resnet18 --tiny --device cpu --batch 8 \\
+      --methods bold:blocks --out -
 """
 _PLAIN = Variant("plain")
 _GATE_STEPS = 2

@@ -1,0 +1,170 @@
+"""The runs of a comparison: which there are, which are done, and how the others are carried out.
+
+A run is the command ``lowtide train --resume`` in a process and a folder of its own: one that is finished gives its
+result at once, one that was interrupted continues, and one that fails takes no other along.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lowtide.app.bench.arguments import say
+from lowtide.app.bench.rows import now
+from lowtide.app.bench.specs import Spec, UsageError
+from lowtide.app.train import toml
+from lowtide.app.train.config import Config
+from lowtide.app.train.recipe import resolve_method
+from lowtide.app.train.rundir import write
+
+COLUMNS = (
+    *("date", "revision", "device", "torch", "key", "model", "data", "method", "seed", "epochs", "batch", "precision"),
+    *("accuracy", "best", "loss", "seconds", "images_per_second", "raw", "held", "ratio", "peak", "static"),
+    *("error", "folder"),
+)
+_RESULTS = ("accuracy", "best", "loss", "seconds", "images_per_second", "raw", "held", "ratio", "peak", "static")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One method with one seed. ``method`` is how it was written."""
+
+    method: str
+    config: Config
+
+    @property
+    def seed(self) -> int:
+        return self.config.train.seed
+
+    @property
+    def key(self) -> str:
+        return self.config.digest()
+
+    @property
+    def name(self) -> str:
+        """Of its folder: readable, and different for every configuration."""
+        slug = re.sub(r"[^A-Za-z0-9.]+", "-", self.method).strip("-")
+        return f"{slug}-{self.seed}-{self.key[:6]}"
+
+    def row(self) -> dict[str, Any]:
+        """The columns that are known before it is carried out."""
+        config = self.config
+        about = {"key": self.key, "model": config.model.name, "data": config.data.name, "method": self.method}
+        about |= {name: getattr(config.train, name) for name in ("seed", "epochs", "batch", "precision")}
+        return {"date": now(), **about}
+
+
+def read_method(text: str) -> dict[str, Any]:
+    """``"fixed(linear=0.4 std)"`` as settings of a run."""
+    spec = Spec.parse(text)
+    name, options = resolve_method(spec.name, {**spec.options, **({"coder": spec.short} if spec.short else {})})
+    return {"name": name, "options": options}
+
+
+def plan(config: Config, methods: Mapping[str, Mapping[str, Any]], seeds: Sequence[int]) -> list[Run]:
+    """Every method with every seed, seed by seed: the pairs of the first seeds are complete first."""
+    return [
+        Run(text, config.replace(method=method, train={"seed": seed}))
+        for seed in seeds
+        for text, method in methods.items()
+    ]
+
+
+@dataclass(slots=True)
+class Runner:
+    """Carries out runs, some at a time."""
+
+    folder: Path
+    jobs: int
+    _children: set[subprocess.Popen[str]] = field(default_factory=set)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _is_stopping: bool = False
+
+    def carry_out(self, runs: Sequence[Run]) -> Iterator[tuple[Run, dict[str, Any]]]:
+        """Each run with its row, as they end. Leaving early stops those under way; each writes a checkpoint first."""
+        with ThreadPoolExecutor(self.jobs) as pool:
+            try:
+                futures = {pool.submit(self._carry_out, run): run for run in runs}
+                for future in as_completed(futures):
+                    yield futures[future], future.result()
+            finally:
+                self._stop()
+                pool.shutdown(wait=True, cancel_futures=True)
+
+    def _carry_out(self, run: Run) -> dict[str, Any]:
+        folder = self.folder / run.name
+        settings = self.folder / "settings" / f"{run.name}.toml"
+        settings.parent.mkdir(parents=True, exist_ok=True)
+        write(settings, toml.dumps(run.config.tables()).encode())
+        command = [sys.executable, "-m", "lowtide", "train", "--config", str(settings), "--out", str(folder)]
+        status, output, complaint = self._call([*command, "--resume", "--json"], self.folder / f"{run.name}.log")
+        row = {**run.row(), "folder": str(folder)}
+        if status != 0:
+            return {**row, "error": complaint or f"exit status {status}"}
+        result = json.loads(output)
+        about = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+        return {
+            **row,
+            **{name: result[name] for name in _RESULTS},
+            **{name: about[name] for name in ("revision", "device", "torch")},
+        }
+
+    def _call(self, command: list[str], log: Path) -> tuple[int, str, str]:
+        """Exit status, stdout, last line of stderr. All of stderr goes to the log, and is shown if one runs alone."""
+        line = ""
+        with log.open("w", encoding="utf-8") as file:
+            with self._lock:
+                if self._is_stopping:
+                    return 130, "", "interrupted"
+                child = subprocess.Popen(
+                    command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_environment(self.jobs)
+                )
+                self._children.add(child)
+            with child:
+                assert child.stdout is not None and child.stderr is not None, "both are pipes"
+                for line in child.stderr:
+                    file.write(line)
+                    if self.jobs == 1:
+                        say(f"  {line}", end="")
+                output = child.stdout.read()  # one line, which fits into the pipe
+            with self._lock:
+                self._children.discard(child)
+        return child.returncode, output, line.strip().removeprefix("lowtide: ")
+
+    def _stop(self) -> None:
+        with self._lock:
+            self._is_stopping = True
+            for child in self._children:
+                child.terminate()
+
+
+def _environment(jobs: int) -> Mapping[str, str]:
+    """Several processes share the cores; threads of one that wait for those of another cost more than they bring."""
+    threads = str(max(1, (os.cpu_count() or 1) // jobs))
+    return os.environ if jobs == 1 else {"OMP_NUM_THREADS": threads, **os.environ}
+
+
+def read_seeds(text: str) -> list[int]:
+    """``"5"`` -> 0 to 4, ``"3-6"`` -> 3 to 6, ``"1,4,9"`` -> these."""
+    try:
+        if "," in text:
+            seeds = [int(part) for part in text.split(",") if part.strip()]
+        elif "-" in text:
+            first, last = (int(part) for part in text.split("-"))
+            seeds = list(range(first, last + 1))
+        else:
+            seeds = list(range(int(text)))
+    except ValueError:
+        seeds = []
+    if not seeds or len(set(seeds)) != len(seeds) or min(seeds) < 0:
+        raise UsageError(f"cannot read {text!r} as seeds; write how many (5), a range (3-6) or a list (1,4,9)")
+    return seeds

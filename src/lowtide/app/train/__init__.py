@@ -1,0 +1,1 @@
+"""Training from the command line: configuration, loop, checkpoints, metrics."""

@@ -1,0 +1,1 @@
+"""Lowtide in other people's training loops: one file a library, imported only when it is asked for."""

@@ -1,0 +1,58 @@
+"""``lowtide compare`` on a net and a set so small that a run takes a fraction of a second."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lowtide.app import cli
+from lowtide.app.compare.runs import Runner
+
+_NET = """
+from torch import nn
+
+
+def net(num_classes):
+    return nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Dropout(0.1), nn.Flatten(), nn.Linear(288, num_classes))
+"""
+
+
+@pytest.fixture
+def compare(lowtide: Callable[..., int], tmp_path: Path) -> Callable[..., int]:
+    """Two epochs of 4 steps; arguments that are given again win."""
+    (tmp_path / "nets.py").write_text(_NET)
+    few = (
+        "--data",
+        "digits",
+        "--data-option",
+        "train=128",
+        "--data-option",
+        "test=64",
+        "--batch",
+        "32",
+        "--epochs",
+        "2",
+    )
+    model = ("--model", "nets.py:net", "--device", "cpu", "--lr", "0.05")
+    return lambda *arguments: lowtide("compare", *model, *few, "--out", "out", *arguments)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Runs are carried out in this process, one after the other; the list of what was called."""
+    made: list[list[str]] = []
+
+    def call(self: Runner, command: list[str], log: Path) -> tuple[int, str, str]:
+        made.append(command)
+        output, errors = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+            status = cli.main(command[3:])
+        lines = errors.getvalue().strip().splitlines()
+        return status, output.getvalue(), lines[-1].removeprefix("lowtide: ") if lines else ""
+
+    monkeypatch.setattr(Runner, "_call", call)
+    return made

@@ -1,0 +1,78 @@
+"""What a step holds: counted without changing it, and turned into advice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lowtide import attach
+from lowtide.app import zoo
+from lowtide.app.train.advice import suggest_batch
+from lowtide.app.train.memory import Meter
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ["resnet18", "alexnet", "vit_ti_16"])
+def test_what_plain_training_saves_is_what_the_ledger_says(name):
+    entry = zoo.describe(name)
+    inputs, target = entry.example(8, **entry.tiny)
+    figures = []
+    for method in (None, "exact"):
+        torch.manual_seed(0)
+        model = entry.build(**entry.tiny)
+        session = attach(model, method) if method else None
+        meter = Meter(model, session, CPU)
+        with meter.forward(inputs):
+            output = model(inputs)
+        loss = F.cross_entropy(output, target)
+        meter.after_forward()
+        loss.backward()
+        figures.append((meter.raw, float(loss.detach())))
+        if session is not None:
+            session.detach()
+    assert figures[0] == figures[1] and figures[0][0]
+
+
+def test_plain_training_is_counted_once():
+    model = nn.Linear(64, 64)
+    meter = Meter(model, None, CPU)
+    for batch in (8, 16):
+        inputs = torch.randn(batch, 64)
+        with meter.forward(inputs):
+            model(model(inputs)).sum().backward()
+    assert meter.raw == meter.held == 8 * 64 * 4 and meter.ratio == 1.0
+    assert meter.read() == {"raw_nbytes": 2048, "held_nbytes": 2048, "ratio": 1.0, "peak_nbytes": None}
+
+
+class _Device:
+    """Figures of a GPU with 10 GB."""
+
+    type = "cuda"
+
+
+def _measured(monkeypatch: pytest.MonkeyPatch, *, static: int, peak: int) -> Meter:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 10_000_000_000))
+    meter = Meter(nn.Linear(1, 1), None, CPU)
+    meter.static, meter.peak = static, peak
+    return meter
+
+
+@pytest.mark.parametrize(
+    ("static", "peak", "batch", "wanted"),
+    [
+        (1_000_000_000, 9_800_000_000, 100, 90),  # 88 MB a sample, of 9 GB that can be used 8 are free
+        (9_500_000_000, 9_800_000_000, 100, 50),  # what is there without a step does not fit: half is a guess
+        (1_000_000_000, 2_000_000_000, 100, 50),  # by this it should have fitted
+    ],
+)
+def test_the_batch_that_would_fit(monkeypatch, static, peak, batch, wanted):
+    meter = _measured(monkeypatch, static=static, peak=peak)
+    assert suggest_batch(batch, meter, _Device()) == wanted
+
+
+def test_without_figures_half_is_suggested():
+    assert suggest_batch(64, Meter(nn.Linear(1, 1), None, CPU), CPU) == 32
+    assert suggest_batch(1, Meter(nn.Linear(1, 1), None, CPU), CPU) == 1
