@@ -230,7 +230,7 @@ def choose(model: nn.Module, modules: bool | str | Iterable[str]) -> dict[str, n
     matches them means what is in them.
     """
     if isinstance(modules, bool):
-        found = dict(_blocks(model, ""))
+        found = dict(blocks(model))
         if not found:
             raise PolicyError(
                 "recompute=True: this model has no blocks in nn.Sequential or nn.ModuleList; name modules"
@@ -252,13 +252,14 @@ def choose(model: nn.Module, modules: bool | str | Iterable[str]) -> dict[str, n
     return found
 
 
-def _blocks(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+def blocks(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The blocks of a model, by path, in the order in which they stand in it."""
     for name, child in module.named_children():
         below = f"{path}.{name}" if path else name
         if _is_chain(module) and _has_children(child) and not _is_chain_of_blocks(child):
             yield below, child
         else:
-            yield from _blocks(child, below)
+            yield from blocks(child, below)
 
 
 def _is_chain_of_blocks(module: nn.Module) -> bool:

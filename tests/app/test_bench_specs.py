@@ -42,7 +42,7 @@ def test_sizes(text, nbytes):
     assert specs.parse_bytes(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "2T", "GiB"])
+@pytest.mark.parametrize("text", ["", "0", "-1", "GiB"])
 def test_what_is_not_a_size_is_refused(text):
     with pytest.raises(UsageError, match="as a size"):
         specs.parse_bytes(text)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from lowtide import recompute
 from lowtide.app import zoo
 from lowtide.app.bench import meters, step, variants, workload
 from lowtide.app.bench.specs import UsageError
@@ -159,8 +160,8 @@ def test_a_file_with_other_columns_is_refused_before_any_work(bench_step, tmp_pa
     ],
 )
 def test_blocks_are_what_stands_in_a_chain(model, count, kind):
-    blocks = list(variants.find_blocks(zoo.build(model, **zoo.describe(model).tiny)))
-    assert [type(block).__name__ for block in blocks] == [kind] * count
+    blocks = list(recompute.blocks(zoo.build(model, **zoo.describe(model).tiny)))
+    assert [type(block).__name__ for _, block in blocks] == [kind] * count
 
 
 def test_of_a_chain_of_chains_the_inner_members_are_the_blocks():
@@ -168,7 +169,7 @@ def test_of_a_chain_of_chains_the_inner_members_are_the_blocks():
         return nn.Sequential(nn.Linear(2, 2), nn.ReLU())
 
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(block(), block()), block())
-    assert list(variants.find_blocks(model)) == [model[1][0], model[1][1], model[2]]
+    assert [block for _, block in recompute.blocks(model)] == [model[1][0], model[1][1], model[2]]
 
 
 def test_a_model_without_blocks_cannot_be_checkpointed():

@@ -57,6 +57,10 @@ def test_help_tells_the_defaults(lowtide, capsys):
         ((*_DIGITS, "--epochs", "many"), "argument --epochs: invalid int value: 'many'"),
         ((*_DIGITS, "--precision", "fp8"), "unknown train.precision 'fp8'; known: bf16, fp16, fp32, tf32"),
         ((*_DIGITS, "--optimizer", "adam"), "unknown optimizer.name 'adam'; .*Did you mean 'adamw'"),
+        (
+            (*_DIGITS, "--optimizer", "lars"),
+            "lars scales the learning rate by layer, .* say --lr",
+        ),
         ((*_DIGITS, "--batch", "5000"), "a batch of 5000 does not fit into an epoch of 1437 samples"),
         ((*_DIGITS, "--crop", "8"), "augment.crop moves by 8 pixels, but a picture has 8"),
         ((*_DIGITS, "--device", "gpu"), "cannot read 'gpu' as a device"),

@@ -21,6 +21,7 @@ from lowtide.app.train.optimizers import make_optimizer
 from lowtide.app.train.recipe import resolve, resolve_method
 from lowtide.app.train.schedules import make_schedule
 from lowtide.errors import UnknownNameError
+from lowtide.optim import LARS
 
 CPU = torch.device("cpu")
 
@@ -208,6 +209,7 @@ def test_weights_decay_and_biases_do_not():
     assert sgd.defaults["nesterov"] and sgd.defaults["momentum"] == 0.9
     assert not make_optimizer(Optimizer(name="sgd", lr=0.1, momentum=0.0, weight_decay=0.0), model).defaults["nesterov"]
     assert isinstance(make_optimizer(Optimizer(name="adamw", lr=0.1, weight_decay=0.0), model), torch.optim.AdamW)
+    assert isinstance(make_optimizer(Optimizer(name="lars", lr=5.0, weight_decay=0.0), model), LARS)
 
 
 @pytest.mark.parametrize(

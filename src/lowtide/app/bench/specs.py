@@ -11,15 +11,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from lowtide import codecs
+from lowtide import codecs, sizes
 from lowtide.codecs import Codec
-from lowtide.errors import LowtideError, UnknownNameError
+from lowtide.errors import LowtideError, SizeError, UnknownNameError
 from lowtide.registry import CODECS
 
 # The option that a codec's SHORT sets; for a codec that is not listed, its first one.
 _SHORT_OPTIONS = {"sz": "coder", "groups": "bits", "cast": "to"}
 _SPEC = re.compile(r"(?P<name>[\w.]+)(:(?P<short>[^():]+))?(\((?P<options>[^()]*)\))?")
-_SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMG]?)(i?B)?", re.IGNORECASE)
 _WORDS: Mapping[str, Any] = {"true": True, "false": False, "none": None}
 
 
@@ -102,11 +101,11 @@ def parse_value(text: str) -> Any:
 
 
 def parse_bytes(text: str) -> int:
-    """``"2GiB"``, ``"2G"`` -> 2147483648; K, M and G are powers of 1024."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None or float(match["number"]) <= 0:
-        raise UsageError(f"cannot read {text!r} as a size; write bytes, or 64K, 16MiB, 2GiB")
-    return int(float(match["number"]) * 1024 ** " KMG".index(match["unit"].upper() or " "))
+    """``"2GiB"``, ``"2G"`` -> 2147483648; K, M, G and T are powers of 1024."""
+    try:
+        return sizes.parse(text)
+    except SizeError:
+        raise UsageError(f"cannot read {text!r} as a size; write bytes, or 64K, 16MiB, 2GiB") from None
 
 
 def choose(kind: str, text: str, known: Iterable[str]) -> list[str]:

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from lowtide.app.bench.specs import Spec, UsageError
 from lowtide.app.bench.workload import Task
 from lowtide.errors import LowtideError, UnknownNameError
+from lowtide.recompute import blocks
 from lowtide.registry import METHODS
 from lowtide.session import Session, attach
 
@@ -66,7 +67,8 @@ class Variant:
 
     @property
     def is_exact(self) -> bool:
-        return self.method == "exact"
+        """Whether losses are to equal those of plain training, bit by bit."""
+        return self.method in ("exact", "lossless", "offload")
 
     def prepare(self, task: Task) -> None:
         """Change a new task's model, where this is not Lowtide's or plain training."""
@@ -92,32 +94,12 @@ class Variant:
 
 def checkpoint_blocks(model: nn.Module) -> int:
     """Checkpoint every block of a model; how many there are. A model without any is refused."""
-    blocks = list(find_blocks(model))
-    if not blocks:
+    found = [block for _, block in blocks(model)]
+    if not found:
         raise UsageError("checkpoint: this model has no blocks in an nn.Sequential or nn.ModuleList")
-    for block in blocks:
+    for block in found:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    return len(blocks)
-
-
-def find_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        if _is_chain(module) and _has_children(child) and not _has_blocks(child):
-            yield child
-        else:
-            yield from find_blocks(child)
-
-
-def _has_blocks(module: nn.Module) -> bool:
-    return _is_chain(module) and any(_has_children(child) for child in module.children())
-
-
-def _is_chain(module: nn.Module) -> bool:
-    return isinstance(module, nn.Sequential | nn.ModuleList)
-
-
-def _has_children(module: nn.Module) -> bool:
-    return next(module.children(), None) is not None
+    return len(found)
 
 
 def _session_options() -> list[str]:

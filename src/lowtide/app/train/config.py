@@ -21,7 +21,7 @@ from lowtide.errors import UnknownNameError
 
 PLAIN = "plain"
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
-OPTIMIZERS = ("sgd", "adamw")
+OPTIMIZERS = ("sgd", "adamw", "lars")
 SCHEDULES = ("onecycle", "cosine", "linear", "constant")
 
 
@@ -124,9 +124,9 @@ class Train(Section):
 class Optimizer(Section):
     """the optimizer; what is not given is chosen from the model and the batch"""
 
-    name: str | None = _setting(None, str, "sgd (with Nesterov momentum) or adamw", choices=OPTIMIZERS)
+    name: str | None = _setting(None, str, "sgd (Nesterov momentum), adamw, or lars", choices=OPTIMIZERS)
     lr: float | None = _setting(None, float, "largest learning rate", low=0)
-    momentum: float = _setting(0.9, float, "of sgd", low=0, high=1)
+    momentum: float = _setting(0.9, float, "of sgd and lars", low=0, high=1)
     weight_decay: float | None = _setting(None, float, "of weights; biases and norms have none", low=0)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lowtide.app.train.config import Optimizer
+from lowtide.optim import LARS
 
 
 def make_optimizer(config: Optimizer, model: nn.Module) -> torch.optim.Optimizer:
@@ -16,6 +17,8 @@ def make_optimizer(config: Optimizer, model: nn.Module) -> torch.optim.Optimizer
     groups = list(_make_groups(model, config.weight_decay))
     if config.name == "sgd":
         return torch.optim.SGD(groups, config.lr, momentum=config.momentum, nesterov=config.momentum > 0)
+    if config.name == "lars":
+        return LARS(groups, config.lr, momentum=config.momentum)
     return torch.optim.AdamW(groups, config.lr)
 
 

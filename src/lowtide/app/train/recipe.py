@@ -3,7 +3,8 @@
 - sgd where the model has batch norms or no layer norms, else adamw;
 - sgd: lr 0.1 for a batch of 128 and in proportion to the batch (the linear scaling rule of Goyal et al., 2017), a tenth
   of that without batch norm; weight decay 5e-4;
-- adamw: lr 1e-3 and weight decay 0.05, whatever the batch.
+- adamw: lr 1e-3 and weight decay 0.05, whatever the batch;
+- lars: weight decay 5e-4; its learning rate is for the user to say, there is no rule that serves all models.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from lowtide.registry import METHODS
 from lowtide.session import Session
 
 _LR_SGD, _LR_ADAMW, _REFERENCE_BATCH = 0.1, 1e-3, 128
-_DECAY = {"sgd": 5e-4, "adamw": 0.05}
+_DECAY = {"sgd": 5e-4, "adamw": 0.05, "lars": 5e-4}
 _RESERVED = ("optimizer", "seed")  # options of a session that the trainer sets itself
 
 
@@ -96,6 +97,8 @@ def _choose_optimizer(module: nn.Module) -> str:
 def _choose_rate(optimizer: str, module: nn.Module, batch: int) -> float:
     if optimizer == "adamw":
         return _LR_ADAMW
+    if optimizer == "lars":
+        raise UsageError("lars scales the learning rate by layer, and none serves all models: say --lr, such as 5")
     rate = _LR_SGD * batch / _REFERENCE_BATCH
     return rate if _has(module, nn.BatchNorm2d) else rate / 10
 
