@@ -63,10 +63,9 @@ class Session:
         self.ledger = Ledger()
         self.controller = chosen.controller()
         again = _find_regions(model, recompute, boundary, chosen)
-        ordered, values = load_rules(rules), chosen.values()
-        if again:
-            ordered += boundary_rules(boundary, values)
-        policy = Policy(self.controller, values, ordered, poison=bool(check))
+        given, values = load_rules(rules), chosen.values()
+        own = boundary_rules(boundary, values) if again else ()
+        policy = Policy(self.controller, values, given + own, poison=bool(check), given=len(given))
         self._pipeline = Pipeline(
             policy, _find_store(store, chosen), self.ledger, seed=seed, check=check, refresh=refresh
         )
@@ -206,9 +205,8 @@ def attach(model: nn.Module, method: str = DEFAULT_METHOD, **options: Any) -> Se
 
 @contextlib.contextmanager
 def compress(model: nn.Module | None = None, method: str = DEFAULT_METHOD, **options: Any) -> Iterator[Session]:
-    """The same for a ``with`` block: everything saved inside it counts, a loss computed outside the model included.
-
-    Without a model, saves are named by their op alone.
+    """The same for a ``with`` block. What a loss saves outside the model counts too, but is kept as it is where no
+    later save leads back to its op. Without a model, saves are named by their op alone.
     """
     session = Session(model, method, **options)
     try:

@@ -540,3 +540,10 @@ def test_models_of_the_zoo_are_bit_equal_with_exact_boundaries(name: str) -> Non
         return [p.grad for p in model.parameters() if p.grad is not None]
 
     assert all(torch.equal(*pair) for pair in zip(gradients(False), gradients(True), strict=True))
+
+
+def test_a_first_block_whose_input_the_caller_holds_is_no_reason_to_warn(recwarn):
+    model = nn.Sequential(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), nn.Flatten(), nn.Linear(7200, 4))
+    lowtide.attach(model, recompute="0")
+    model(torch.randn(8, 3, 32, 32)).sum().backward()
+    assert not [str(item.message) for item in recwarn]

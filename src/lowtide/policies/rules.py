@@ -128,6 +128,7 @@ class Policy:
     values: Codec | None
     rules: tuple[Rule, ...] = ()
     poison: bool = False
+    given: int | None = None  # how many of the rules a user has written, the first ones; None: all
     is_waiting: bool = False  # the controller has had values kept on purpose
     _decided: dict[tuple[Site, Need, Any], Decision] = field(default_factory=dict)
     _latest: dict[str, tuple[Site, Need, Any, Decision]] = field(default_factory=dict)
@@ -195,7 +196,7 @@ class Policy:
         if self._warned:
             return
         self._warned = True
-        idle = [str(rule) for index, rule in enumerate(self.rules) if index not in self._matched]
+        idle = [str(rule) for index, rule in enumerate(self.rules[: self.given]) if index not in self._matched]
         if idle:
             seen = sorted(set(paths))
             warnings.warn(
