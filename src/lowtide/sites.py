@@ -117,7 +117,7 @@ class Sites:
             if fitted is not None:
                 memo.plan = dataclasses.replace(memo.plan, model=fitted.model)
                 memo.survey = None
-        elif due:
+        elif due and getattr(codec, "learns", True):
             memo.survey = Survey(codec.survey(x, memo.plan.grid))
 
     def may_be_mask(self, site: Site) -> bool:

@@ -81,6 +81,19 @@ def test_a_bound_follows_the_rule_and_stays_between_measurements():
     torch.testing.assert_close(other, 2 * first, rtol=0.1, atol=0)
 
 
+@pytest.mark.parametrize(("coder", "surveys"), [("blocks", 1), ("rans", 3)])
+def test_a_coder_without_tables_is_surveyed_once(coder, surveys, monkeypatch):
+    taken = []
+    survey = Sz.survey
+    monkeypatch.setattr(Sz, "survey", lambda codec, x, grid: taken.append(x) or survey(codec, x, grid))
+    sites, rule = Sites(refresh=64), BoundRule.parse("1.0 std")
+    for _ in range(6):  # the first save, and those number 1 and 4
+        memo = recall(sites, torch.randn(8, 6, 500), rule, CHANNEL, Sz(coder=coder))
+        while memo.survey is not None and memo.survey.model(Sz(coder=coder), memo, 24000) is None:
+            pass
+    assert len(taken) == surveys
+
+
 def test_whether_zero_has_a_code_is_decided_once():
     sites, rule = Sites(refresh=1), BoundRule.parse("1.0 std")
     assert recall(sites, torch.randn(4, 6, 50).relu(), rule, CHANNEL).plan.zero_code

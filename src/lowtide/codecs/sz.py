@@ -79,6 +79,11 @@ class Sz:
     def accepts(self, dtype: torch.dtype) -> bool:
         return dtype in _DTYPES
 
+    @property
+    def learns(self) -> bool:
+        """Whether another survey can change the plan: ``blocks`` has no tables."""
+        return self.coder == "rans"
+
     def grid(self, x: Tensor, bound: Bound | None) -> Grid:
         """Steps for tensors like ``x`` under ``bound``; refuses what cannot be promised."""
         if not self.accepts(x.dtype):

@@ -29,6 +29,10 @@ class SzTwin:
     def keep_zeros(self) -> bool:
         return self.codec.keep_zeros
 
+    @property
+    def learns(self) -> bool:
+        return self.codec.learns
+
     def grid(self, x: Tensor, bound: Bound | None) -> Grid:
         return self.codec.grid(x, bound)
 
