@@ -227,14 +227,12 @@ def choose(model: nn.Module, modules: bool | str | Iterable[str]) -> dict[str, n
 
     A block is a module with children that stands in an ``nn.Sequential`` or ``nn.ModuleList`` and is no such chain of
     blocks itself: a residual block, a layer of a transformer. Lists and dicts of modules do not run, so a pattern that
-    matches them means what is in them.
+    matches them means what is in them. Of a model without blocks the parts that it is made of are taken.
     """
     if isinstance(modules, bool):
-        found = dict(blocks(model))
+        found = dict(blocks(model)) or dict(_parts(model))
         if not found:
-            raise PolicyError(
-                "recompute=True: this model has no blocks in nn.Sequential or nn.ModuleList; name modules"
-            )
+            raise PolicyError("recompute=True: this model has no parts that could be run again one by one")
         return found
     patterns = [modules] if isinstance(modules, str) else list(modules)
     found = {}
@@ -260,6 +258,12 @@ def blocks(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]
             yield below, child
         else:
             yield from blocks(child, below)
+
+
+def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in model.named_children():
+        if not isinstance(child, nn.ModuleList | nn.ModuleDict) and next(child.parameters(), None) is not None:
+            yield name, child
 
 
 def _is_chain_of_blocks(module: nn.Module) -> bool:

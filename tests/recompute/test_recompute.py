@@ -513,20 +513,21 @@ def test_which_modules_are_chosen() -> None:
     assert chosen(make(), ["*"]) == ["blocks.0", "blocks.1", "blocks.2", "head", "stem"], "all but the model itself"
     assert chosen(build("resnet18"), "layer?") == ["layer1", "layer2", "layer3", "layer4"]
     assert chosen(build("resnet18"), True)[:3] == ["layer1.0", "layer1.1", "layer2.0"]
+    assert chosen(build("alexnet"), True) == ["classifier", "features"], "no blocks: its parts"
 
 
 def test_mistakes_are_refused() -> None:
     with pytest.raises(PolicyError, match=r"recompute='bloks.\*' matches no module. Module paths here: stem, blocks"):
         attach(make(), recompute="bloks.*")
-    with pytest.raises(PolicyError, match="recompute=True: this model has no blocks"):
-        attach(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    with pytest.raises(PolicyError, match="recompute=True: this model has no parts"):
+        attach(nn.Sequential(nn.Flatten(), nn.ReLU()))
     with pytest.raises(AttachError, match="boundary says how the inputs of recomputed modules are held"):
         lowtide.attach(make(), boundary="exact")
     with pytest.raises(AttachError, match="recompute runs modules again, so it needs a model"):
         lowtide.compress(None, recompute=True).__enter__()
 
 
-@pytest.mark.parametrize("name", ["resnet18", "vit_b_16", "gpt2_small", "unet"])
+@pytest.mark.parametrize("name", ["resnet18", "vit_b_16", "gpt2_small", "unet", "alexnet", "lstm"])
 def test_models_of_the_zoo_are_bit_equal_with_exact_boundaries(name: str) -> None:
     entry = zoo.describe(name)
 
