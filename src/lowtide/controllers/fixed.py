@@ -43,6 +43,12 @@ class Fixed:
                 raise UnknownNameError("family of ops", family, DEFAULTS)
         self.table = {family: BoundRule.parse(rule) for family, rule in {**DEFAULTS, **self.table}.items()}
 
+    @classmethod
+    def of(cls, options: Any) -> Fixed:
+        """From an object that has a bound, or None for the default, under the name of a family."""
+        given = {family: getattr(options, family, None) for family in DEFAULTS}
+        return cls({family: rule for family, rule in given.items() if rule is not None})
+
     def bound(self, site: Site, need: Need) -> BoundRule:
         rule: BoundRule = self.table[need.family]
         return rule

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any, Protocol
 
 from lowtide.codecs import Codec
@@ -23,6 +24,11 @@ class Method(Protocol):
     def controller(self) -> Controller:
         """A new controller, which will choose the bounds."""
         ...
+
+
+def options_of(method: Any, part: type) -> dict[str, Any]:
+    """The options of a method that are also those of ``part``, a dataclass, to build it with."""
+    return {item.name: getattr(method, item.name) for item in fields(part) if item.init and hasattr(method, item.name)}
 
 
 def create(name: str, **options: Any) -> Method:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from lowtide import codecs
 from lowtide.codecs import Codec
 from lowtide.controllers.acgc import Acgc as AcgcController
+from lowtide.methods import options_of
 
 __all__ = ["Acgc"]
 
@@ -31,14 +32,4 @@ class Acgc:
         return codecs.create("sz", rounding=self.rounding, coder=self.coder)
 
     def controller(self) -> AcgcController:
-        return AcgcController(
-            noise=self.noise,
-            form=self.form,
-            period=self.period,
-            keep=self.keep,
-            others=self.others,
-            checks=self.checks,
-            factor=self.factor,
-            pause=self.pause,
-            retreat=self.retreat,
-        )
+        return AcgcController(**options_of(self, AcgcController))

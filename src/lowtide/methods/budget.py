@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from lowtide import codecs
 from lowtide.codecs import Codec
 from lowtide.controllers.budget import Budget as BudgetController
+from lowtide.methods import options_of
 
 __all__ = ["Budget"]
 
@@ -32,15 +33,4 @@ class Budget:
         return codecs.create("sz", rounding=self.rounding, coder=self.coder)
 
     def controller(self) -> BudgetController:
-        return BudgetController(
-            noise=self.noise,
-            propagated=self.propagated,
-            scale=self.scale,
-            memory=self.memory,
-            period=self.period,
-            warm_up=self.warm_up,
-            checks=self.checks,
-            factor=self.factor,
-            pause=self.pause,
-            retreat=self.retreat,
-        )
+        return BudgetController(**options_of(self, BudgetController))

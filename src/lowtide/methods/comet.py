@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from lowtide import codecs
 from lowtide.codecs import Codec
 from lowtide.controllers.comet import Comet as CometController
+from lowtide.methods import options_of
 
 __all__ = ["Comet"]
 
@@ -30,13 +31,4 @@ class Comet:
         return codecs.create("sz", rounding=self.rounding, coder=self.coder, keep_zeros=True)
 
     def controller(self) -> CometController:
-        return CometController(
-            alpha=self.alpha,
-            period=self.period,
-            published=self.published,
-            others=self.others,
-            checks=self.checks,
-            factor=self.factor,
-            pause=self.pause,
-            retreat=self.retreat,
-        )
+        return CometController(**options_of(self, CometController))

@@ -10,7 +10,6 @@ from lowtide.codecs import Codec
 from lowtide.controllers.fixed import Fixed
 
 __all__ = ["CuSz"]
-_FAMILIES = ("linear", "norm", "attention", "product", "pointwise", "log_probability")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,5 +30,4 @@ class CuSz:
         return codecs.create("cusz", rounding=self.rounding, prediction=self.prediction, coder=self.coder)
 
     def controller(self) -> Fixed:
-        given = {family: getattr(self, family) for family in _FAMILIES}
-        return Fixed({family: rule for family, rule in given.items() if rule is not None})
+        return Fixed.of(self)

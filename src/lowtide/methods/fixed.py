@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from lowtide import codecs
@@ -29,8 +29,4 @@ class Fixed:
         return codecs.create("sz", rounding=self.rounding, coder=self.coder)
 
     def controller(self) -> FixedController:
-        given = {item.name: getattr(self, item.name) for item in fields(self)}
-        families = {
-            name: rule for name, rule in given.items() if name not in ("rounding", "coder") and rule is not None
-        }
-        return FixedController(families)
+        return FixedController.of(self)
