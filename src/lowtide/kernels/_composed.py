@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,22 +10,15 @@ from torch import Tensor
 from lowtide.codecs.norm_groups import NormGroups
 from lowtide.codecs.sample_groups import SampleGroups
 from lowtide.kernels import twin
+from lowtide.kernels._base import Twin
 from lowtide.records import Bound, Encoded
 
 
 @dataclass(frozen=True, slots=True)
-class ComposedKernel:
+class ComposedKernel(Twin):
     """What the codec does around its groups is a few ops of torch, which wait for nothing."""
 
     codec: NormGroups | SampleGroups
-
-    carries_values: ClassVar[bool] = True
-    takes_bound: ClassVar[bool] = False
-    ticketed: ClassVar[bool] = False
-
-    @property
-    def name(self) -> str:
-        return self.codec.name
 
     def accepts(self, dtype: torch.dtype) -> bool:
         return self.codec.accepts(dtype)

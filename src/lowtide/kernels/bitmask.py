@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lowtide.codecs.bitmask import BitMask
 from lowtide.coding import bitpack, layout
+from lowtide.kernels._base import Twin
 from lowtide.records import Bound, Encoded
 
 __all__ = ["BitMaskKernel"]
@@ -30,18 +31,12 @@ _WIDE = ("not_le", "not_saturated")
 
 
 @dataclass(frozen=True, slots=True)
-class BitMaskKernel:
+class BitMaskKernel(Twin):
     """The twin of one ``BitMask``; float64 is left to the codec."""
 
     codec: BitMask
 
     carries_values: ClassVar[bool] = False
-    takes_bound: ClassVar[bool] = False
-    ticketed: ClassVar[bool] = False
-
-    @property
-    def name(self) -> str:
-        return self.codec.name
 
     def accepts(self, dtype: torch.dtype) -> bool:
         return dtype in (*_FLOATS, torch.bool) and self.codec.accepts(dtype)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import triton
@@ -22,6 +22,7 @@ from lowtide.codecs.division import Division, of_payload
 from lowtide.coding import dither
 from lowtide.coding.block_means import Blocks
 from lowtide.kernels import interpreted
+from lowtide.kernels._base import Twin
 from lowtide.kernels._pieces import hash_word, higher_of, lower_of, narrow, reciprocal, round_bf16, widen
 from lowtide.records import Bound, Encoded, TensorSpec
 
@@ -37,18 +38,10 @@ _CHANNELS = 16  # neighbours of a channels_last tensor that a program reads toge
 
 
 @dataclass(frozen=True, slots=True)
-class DivisionKernel:
+class DivisionKernel(Twin):
     """The twin of one ``Division``; what was published (``faithful``) and odd layouts are left to the codec."""
 
     codec: Division
-
-    carries_values: ClassVar[bool] = True
-    takes_bound: ClassVar[bool] = False
-    ticketed: ClassVar[bool] = False
-
-    @property
-    def name(self) -> str:
-        return self.codec.name
 
     def accepts(self, dtype: torch.dtype) -> bool:
         return dtype in _DTYPES and not self.codec.faithful

@@ -8,7 +8,7 @@ program masks what it reads and writes; the others move 16 bytes at a time.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import triton
@@ -18,6 +18,7 @@ from torch import Tensor
 from lowtide.codecs.groups import Groups, of_payload
 from lowtide.coding import dither, layout
 from lowtide.kernels import interpreted
+from lowtide.kernels._base import Twin
 from lowtide.kernels._pieces import hash_word, higher_of, lower_of, narrow, reciprocal, round_bf16, widen
 from lowtide.records import Bound, Encoded
 
@@ -32,18 +33,10 @@ _LARGEST_GROUP = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class GroupsKernel:
+class GroupsKernel(Twin):
     """The twin of one ``Groups``; sizes of a group that are no power of two, or too large, are left to the codec."""
 
     codec: Groups
-
-    carries_values: ClassVar[bool] = True
-    takes_bound: ClassVar[bool] = False
-    ticketed: ClassVar[bool] = False
-
-    @property
-    def name(self) -> str:
-        return self.codec.name
 
     def accepts(self, dtype: torch.dtype) -> bool:
         return dtype in _DTYPES
