@@ -59,7 +59,7 @@ class Variant:
         try:
             Session(None, method, **options)
         except UnknownNameError as error:
-            known = [name for name in [*error.known, *_session_options()] if name not in _RESERVED]
+            known = [name for name in [*error.known, *session_options()] if name not in _RESERVED]
             raise (UnknownNameError(error.kind, error.name, known) if "option" in error.kind else error) from None
         except (LowtideError, ValueError, TypeError, OSError) as error:
             raise UsageError(f"{text!r}: {error}") from None
@@ -102,6 +102,7 @@ def checkpoint_blocks(model: nn.Module) -> int:
     return len(found)
 
 
-def _session_options() -> list[str]:
+def session_options() -> list[str]:
+    """The options that every method takes, those of ``attach`` itself."""
     parameters = inspect.signature(Session).parameters.values()
     return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]

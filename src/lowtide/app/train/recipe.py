@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from lowtide.app.bench.specs import UsageError
-from lowtide.app.bench.variants import PRESETS
+from lowtide.app.bench.variants import PRESETS, session_options
 from lowtide.app.data import DataSet
 from lowtide.app.models import Model
 from lowtide.app.train.config import PLAIN, Augment, Config
@@ -72,16 +71,11 @@ def resolve_method(name: str, options: Mapping[str, Any]) -> tuple[str, dict[str
     except UnknownNameError as error:
         if "option" not in error.kind:
             raise
-        shared = [key for key in _session_options() if key not in _RESERVED]
+        shared = [key for key in session_options() if key not in _RESERVED]
         raise UnknownNameError(error.kind, error.name, [*error.known, *shared]) from None
     except (LowtideError, ValueError, TypeError, OSError) as error:
         raise UsageError(f"method {name!r}: {error}") from error
     return method, given
-
-
-def _session_options() -> list[str]:
-    parameters = inspect.signature(Session).parameters.values()
-    return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
 
 
 def _has(module: nn.Module, kind: type[nn.Module] | tuple[type[nn.Module], ...]) -> bool:
