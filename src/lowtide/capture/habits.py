@@ -9,12 +9,13 @@ holds is noticed.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as globals_of
 
-from lowtide.records import Need, TensorSpec
+from lowtide.records import Need, Site, TensorSpec
 
 _PLAIN = frozenset(
     (
@@ -35,6 +36,38 @@ class Save(NamedTuple):
     need: Need
 
 
+class Habit:
+    """A save that is known beforehand: what the tensor looked like last time at this place, and how it was named."""
+
+    __slots__ = ("_geometry", "_module", "_state", "is_leaf", "key", "module", "need", "site", "spec")
+
+    def __init__(self, module: nn.Module, spec: TensorSpec, is_leaf: bool, site: Site, need: Need) -> None:
+        self._module, self._state = module, _state(module)
+        self._geometry = spec.shape, spec.stride, spec.dtype, spec.device
+        self.spec, self.is_leaf, self.site, self.need = spec, is_leaf, site, need
+        self.key = (site.path, site.op, site.field)
+        self.module = type(module).__name__
+
+    def fits(self, module: nn.Module, tensor: Tensor) -> bool:
+        """Whether another save of the same layer, at the same place in its order, is of the same kind."""
+        shape, stride, dtype, device = self._geometry
+        return (
+            module is self._module
+            and tensor.shape == shape
+            and tensor.dtype is dtype
+            and tensor.stride() == stride
+            and tensor.device == device
+            and tensor.is_leaf is self.is_leaf
+            and not tensor.is_neg()
+            and is_plain(module)
+            and _state(module) == self._state
+        )
+
+    def site_of(self, call: int) -> Site:
+        site = self.site
+        return site if site.call == call else site_of(site.path, site.op, site.field, call, site.module)
+
+
 class Habits:
     """Saves of plain layers by module path, place in the order of the layer's saves, geometry and the layer's state."""
 
@@ -42,6 +75,7 @@ class Habits:
         self._seen: dict[Any, tuple[Save, int]] = {}
         self._forwards = 0
         self.is_trusted = False
+        self.latest: dict[tuple[str, int], Habit] = {}  # by module path and place
 
     def begin(self) -> None:
         """A forward begins."""
@@ -50,14 +84,9 @@ class Habits:
 
     def key(self, module: nn.Module | None, path: str, number: int, spec: TensorSpec, is_leaf: bool) -> Any:
         """What a save is remembered under; None for a module that is not a plain layer."""
-        if type(module) not in _PLAIN or module is None:
+        if module is None or not is_plain(module):
             return None
-        if "forward" in module.__dict__ or len(module._forward_hooks) != 1 or len(module._forward_pre_hooks) != 1:
-            return None
-        if globals_of._global_forward_hooks or globals_of._global_forward_pre_hooks:
-            return None
-        weight = module._parameters.get("weight")
-        return path, number, spec, is_leaf, module.training, weight is not None and weight.requires_grad
+        return path, number, spec, is_leaf, _state(module)
 
     def recall(self, key: Any) -> Save | None:
         """The save that has been seen under ``key`` often enough."""
@@ -68,4 +97,30 @@ class Habits:
         seen = self._seen.get(key)
         if len(self._seen) > _MOST:
             self._seen.clear()
+            self.latest.clear()
         self._seen[key] = (save, seen[1] + 1 if seen is not None and seen[0] == save else 1)
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether the module's forward is one op of torch, with no hooks but ours around it."""
+    return (
+        type(module) in _PLAIN
+        and "forward" not in module.__dict__
+        and len(module._forward_hooks) == 1
+        and len(module._forward_pre_hooks) == 1
+        and not globals_of._global_forward_hooks
+        and not globals_of._global_forward_pre_hooks
+    )
+
+
+def has_state(module: nn.Module) -> bool:
+    """Whether a leaf that the module saves may be its own parameter, or a cast of one, or a buffer."""
+    return bool(module._parameters or module._buffers)
+
+
+def _state(module: nn.Module) -> tuple[bool, bool]:
+    weight = module._parameters.get("weight")
+    return module.training, weight is not None and weight.requires_grad
+
+
+site_of = lru_cache(maxsize=1 << 14)(Site)  # the same from step to step

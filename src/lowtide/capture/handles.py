@@ -71,37 +71,42 @@ class Passed:
 
 
 class Recast:
-    """A cast of a parameter, made again from the parameter when backward asks for it."""
+    """A cast of a parameter, made again from the parameter when backward asks for it; the graph owns this instead."""
 
-    __slots__ = ("_dtype", "_geometry", "_parameter", "_version")
+    __slots__ = ("_dtype", "_parameter", "_shape", "_stride", "_version", "call_path")
 
-    def __init__(self, parameter: Tensor, cast: Tensor) -> None:
-        self._parameter = parameter
-        self._version = parameter._version
-        self._dtype = cast.dtype
-        self._geometry = tuple(cast.shape), tuple(cast.stride())
+    def __init__(self, parameter: Tensor, cast: Tensor, path: str) -> None:
+        self._parameter, self._version = parameter, parameter._version
+        self._dtype, self._shape, self._stride = cast.dtype, cast.shape, cast.stride()
+        self.call_path = path
+
+    is_leaf = False
+
+    @property
+    def spec(self) -> TensorSpec:
+        return TensorSpec(tuple(self._shape), self._stride, self._dtype, self._parameter.device)
 
     @staticmethod
     def fits(parameter: Tensor, cast: Tensor) -> bool:
         """Whether casting the parameter again, and transposing it again, gives the tensor ``cast``."""
-        laid_out = (tuple(cast.shape), tuple(cast.stride()))
+        shape, stride = parameter.shape, parameter.stride()
         return (
             cast.storage_offset() == 0
-            and layout.is_dense(tuple(parameter.shape), tuple(parameter.stride()))
+            and layout.is_dense(shape, stride)
             and (
-                laid_out == (tuple(parameter.shape), tuple(parameter.stride()))
-                or laid_out == (tuple(parameter.shape)[::-1], tuple(parameter.stride())[::-1])
+                (cast.shape == shape and cast.stride() == stride)
+                or (cast.shape == shape[::-1] and cast.stride() == stride[::-1])
             )
         )
 
-    def restore(self, handle: Handle) -> Tensor:
+    def restore(self) -> Tensor:
         if self._parameter._version != self._version:
             raise ModifiedError(
                 f"the parameter of shape {tuple(self._parameter.shape)} whose {self._dtype} cast was saved at "
-                f"{handle.name} has changed since forward, so the cast cannot be made again. Run backward before the "
-                "optimizer's step, or attach with recast=False to keep casts"
+                f"{self.call_path or ROOT} has changed since forward, so the cast cannot be made again. Run backward "
+                "before the optimizer's step, or attach with recast=False to keep casts"
             )
-        return self._parameter.detach().to(self._dtype).as_strided(*self._geometry, 0)
+        return self._parameter.detach().to(self._dtype).as_strided(self._shape, self._stride, 0)
 
 
 class StorageRecord:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,16 +15,16 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.capture import graph, identity, needs
-from lowtide.capture.habits import Habits, Save
+from lowtide.capture.habits import Habit, Habits, Save, has_state, site_of
 from lowtide.capture.handles import Alias, Deduplicator, Entry, Handle, Passed, Recast
 from lowtide.capture.scopes import Region, Scope, Scopes
 from lowtide.ledger import Ledger
-from lowtide.records import ROOT, Kind, Need, Site, TensorSpec
+from lowtide.records import ROOT, Kind, Need, TensorSpec
 
 Settle = Callable[[Entry, list[Handle]], None]
 Leave = Callable[[Handle, identity.Left, int], None]
 
-_site = lru_cache(maxsize=1 << 14)(Site)  # the same from step to step
+_READY_SHARE = 1 / 32  # of what plain training holds: bytes of tensors that may wait to be settled together
 _UNREACHED = Need(Kind.EXACT, "its op was not found in the graph (checkpoint boundary, or a view changed in place)")
 
 
@@ -50,53 +49,77 @@ class Capture:
 
     def _pack(self, tensor: Tensor) -> Any:
         scope, module, path = self.scopes.current(sys._getframe(1))
-        if scope is not None and scope.region is not None and self.scopes.is_running(scope.region.module):
-            return self._divert(tensor, scope, module, scope.region)
-        passed = self._shortcut(tensor, scope, module, path) if scope is not None else None
-        if scope is not None and passed is not None:
-            if scope.named:
-                self._settle_named(scope, None)
-            scope.packed += 1
-            return passed
-        handle = Handle(
-            _spec(tensor), path, type(module).__name__ if module is not None else "", tensor.grad_fn is None
-        )
         if scope is None:  # an interrupted forward had left the hooks on; they are gone by now
+            handle = _handle(tensor, module, path)
             handle.kept = Alias(tensor.detach(), tensor._version, None)
             return handle
+        if scope.region is not None and self.scopes.is_running(scope.region.module):
+            return self._divert(tensor, scope, module, scope.region)
         scope.packed += 1
+        if scope.is_new:
+            scope.is_new = False
+            self._habits.begin()
+        if type(tensor) is nn.Parameter:
+            return Passed(tensor, path)
+        if self._habits.is_trusted and self.on_named is None and module is not None:
+            habit = self._habits.latest.get((path, scope.saved_in.get(path, 0)))
+            if habit is not None and type(tensor) is Tensor and habit.fits(module, tensor):
+                if not habit.is_leaf or tensor.untyped_storage()._cdata not in scope.inputs:
+                    return self._take_as_usual(tensor, scope, path, habit)
+        if tensor.requires_grad:
+            parameter = identity.cast_parameter(tensor)
+            if parameter is not None and self._can_recast(parameter, tensor):
+                return Recast(parameter, tensor, path)
+            return self._take(tensor, scope, module, path)
+        return self._shortcut(tensor, scope, module, path) or self._take(tensor, scope, module, path)
+
+    def _take_as_usual(self, tensor: Tensor, scope: Scope, path: str, habit: Habit) -> Handle:
+        """What ``_take`` does with a save that waits and is named at once."""
+        handle = Handle(habit.spec, path, habit.module, habit.is_leaf)
+        handle.number = scope.packed
+        scope.saved_in[path] = scope.saved_in.get(path, 0) + 1
+        call = scope.calls.get(habit.key, 0)
+        scope.calls[habit.key] = call + 1
+        handle.site, handle.need = habit.site_of(call), habit.need
+        entry = self._enter(handle, tensor)
+        entry.waiting.append(weakref.ref(handle))
+        self._is_ready(scope, entry)
+        if not habit.is_leaf and scope.unresolved:
+            self._resolve(scope, [tensor.grad_fn], building=True)
+        if scope.ready_nbytes > self._ledger.raw_peak * _READY_SHARE:
+            self._settle_ready(scope, entry)
+        return handle
+
+    def _take(self, tensor: Tensor, scope: Scope, module: nn.Module | None, path: str) -> Handle:
+        handle = _handle(tensor, module, path)
         handle.number = scope.packed
         left = self._left_alone(tensor, scope, module)
         if left is None:
             self._wait(handle, tensor, scope, module)
         else:
             self._pass_through(handle, tensor, left)
-        if scope.named:
-            self._settle_named(scope, handle.entry)
         if not handle.is_leaf and scope.unresolved and (left is None or left.leads_on):
             self._resolve(scope, [tensor.grad_fn], building=True)
+        if scope.ready_nbytes > self._ledger.raw_peak * _READY_SHARE or module is None:
+            self._settle_ready(scope, handle.entry)
         return handle
 
     def hold(self, tensor: Tensor, op: str, field: str, need: Need) -> Handle:
         """Take in a tensor that no op saves now and that will be asked for all the same, under a name of its own."""
         scope, module, path = self.scopes.current(sys._getframe(1))
         assert scope is not None, "only while something is recorded"
-        handle = Handle(_spec(tensor), path, type(module).__name__, tensor.grad_fn is None)
+        handle = _handle(tensor, module, path)
         scope.packed += 1
         handle.number = scope.packed
         left = self._left_alone(tensor, scope, module)
         if left is not None:
             self._pass_through(handle, tensor, left)
         else:
-            entry = handle.entry = self._dedup.entry(tensor, handle.spec, tensor._version)
-            if entry.raw is None:
-                entry.raw = tensor.detach()
-            entry.waiting.append(weakref.ref(handle))
+            self._enter(handle, tensor).waiting.append(weakref.ref(handle))
             self._give_name(scope, handle, op, field, need)
-        if scope.named:
-            self._settle_named(scope, None)
         if not handle.is_leaf and scope.unresolved:  # what else has saved it settles together with this
             self._resolve(scope, [tensor.grad_fn], building=False)
+        self._settle_ready(scope, None)
         if handle.entry is not None:
             self._settle_if_named(handle.entry)
         return handle
@@ -114,11 +137,8 @@ class Capture:
         return region.pack(tensor, self._dedup.record(tensor) if counts else None)
 
     def _shortcut(self, tensor: Tensor, scope: Scope, module: nn.Module | None, path: str) -> Passed | None:
-        """Parameters, buffers and small statistics by a short way: most saves of a net, if not most bytes [3]."""
-        kind = type(tensor)
-        if kind is nn.Parameter:
-            return Passed(tensor, path)
-        if kind is not Tensor or tensor.requires_grad or tensor.layout is not torch.strided or tensor.is_nested:
+        """Buffers and small statistics by a short way: with parameters, most saves of a net, if not most bytes [3]."""
+        if not identity.is_plain(tensor):
             return None
         storage = tensor.untyped_storage()._cdata
         if storage in self._buffers(scope):
@@ -136,11 +156,7 @@ class Capture:
 
     def _wait(self, handle: Handle, tensor: Tensor, scope: Scope, module: nn.Module | None) -> None:
         """Hold the tensor, without its graph, until its op is known; saves of the same tensor wait together."""
-        if not scope.saved_in:
-            self._habits.begin()
-        entry = handle.entry = self._dedup.entry(tensor, handle.spec, tensor._version)
-        if entry.raw is None:
-            entry.raw = tensor.detach()
+        entry = self._enter(handle, tensor)
         ref = weakref.ref(handle)
         entry.waiting.append(ref)
         number = scope.saved_in.get(handle.call_path, 0)
@@ -149,16 +165,34 @@ class Capture:
         known = self._habits.recall(handle.habit) if self._habits.is_trusted and self.on_named is None else None
         if known is None:
             scope.wait_for(handle.number, ref)
-        else:
-            self._give_name(scope, handle, known.op, known.field, known.need)
-            scope.named.append(entry)
+            return
+        self._give_name(scope, handle, known.op, known.field, known.need)
+        self._is_ready(scope, entry)
+        if module is not None and handle.site is not None and not (handle.is_leaf and has_state(module)):
+            habit = Habit(module, handle.spec, handle.is_leaf, handle.site, known.need)
+            self._habits.latest[(handle.call_path, number)] = habit
 
-    def _settle_named(self, scope: Scope, current: Entry | None) -> None:
-        """Settle what was named at once, except for a tensor that is being saved again: its ops go together."""
-        named, scope.named = scope.named, []
-        for entry in named:
+    def _enter(self, handle: Handle, tensor: Tensor) -> Entry:
+        """The entry of the tensor's memory, which holds it, without its graph, until it is settled."""
+        entry = handle.entry = self._dedup.entry(tensor, handle.spec, tensor._version)
+        if entry.raw is None:
+            entry.raw = tensor.detach()
+        return entry
+
+    def _is_ready(self, scope: Scope, entry: Entry) -> None:
+        if not scope.ready or scope.ready[-1] is not entry:
+            scope.ready.append(entry)
+            scope.ready_nbytes += entry.record.nbytes
+
+    def _settle_ready(self, scope: Scope, current: Entry | None) -> None:
+        """Settle what has been named, except for the tensor that is being saved: its next op may save it, too.
+
+        Several at a time, because Python that runs many times in a row runs several times faster.
+        """
+        ready, scope.ready, scope.ready_nbytes = scope.ready, [], 0
+        for entry in ready:
             if entry is current:
-                scope.named.append(entry)
+                self._is_ready(scope, entry)
             else:
                 self._settle_if_named(entry)
 
@@ -188,9 +222,6 @@ class Capture:
         return scope.buffers
 
     def _pass_through(self, handle: Handle, tensor: Tensor, left: identity.Left) -> None:
-        if left.parameter is not None and self._can_recast(left.parameter, tensor):
-            handle.kept = Recast(left.parameter, tensor)
-            return
         lease, added = None, 0
         if not left.owned and identity.is_plain(tensor):
             record = self._dedup.record(tensor)
@@ -214,18 +245,18 @@ class Capture:
         return seen[1] == parameter._version
 
     def _resolve_output(self, scope: Scope, output: Any) -> None:
-        self._settle_named(scope, None)
         if scope.unresolved:
             self._resolve(scope, [tensor.grad_fn for tensor in identity.tensors_in(output)], building=False)
+        self._settle_ready(scope, None)
 
     def _flush(self, scope: Scope) -> None:
         """What no path in the graph led to is kept as it is."""
-        self._settle_named(scope, None)
         for _, ref in sorted(scope.unresolved.items()):
             handle = ref()
             if handle is not None:
                 self._name(scope, handle, "unknown", "saved", _UNREACHED)
         scope.unresolved.clear()
+        self._settle_ready(scope, None)
 
     def _resolve(self, scope: Scope, roots: list[Any], *, building: bool) -> None:
         """Name the pending saves of every node that has become reachable [5].
@@ -251,13 +282,13 @@ class Capture:
         if self.on_named is not None and node is not None:
             self.on_named(node, handle)
         if handle.entry is not None:
-            self._settle_if_named(handle.entry)
+            self._is_ready(scope, handle.entry)
 
     def _give_name(self, scope: Scope, handle: Handle, op: str, field: str, need: Need) -> None:
         key = (handle.call_path, op, field)
         call = scope.calls.get(key, 0)
         scope.calls[key] = call + 1
-        handle.site = _site(*key, call, handle.module)
+        handle.site = site_of(*key, call, handle.module)
         handle.need = need
 
     def _settle_if_named(self, entry: Entry) -> None:
@@ -268,22 +299,22 @@ class Capture:
             self._settle(entry, handles)
 
 
-class _Fields(Mapping[str, Handle | Passed]):
+class _Fields(Mapping[str, Handle | Passed | Recast]):
     """What a node saved through our hooks, by field, read from it when somebody asks."""
 
     __slots__ = ("_found", "_node")
 
     def __init__(self, node: Any) -> None:
         self._node = node
-        self._found: dict[str, Handle | Passed] | None = None
+        self._found: dict[str, Handle | Passed | Recast] | None = None
 
-    def _all(self) -> dict[str, Handle | Passed]:
+    def _all(self) -> dict[str, Handle | Passed | Recast]:
         if self._found is None:
             saved = graph.saved_by(self._node)
-            self._found = {field: data for field, data in saved if type(data) is Handle or type(data) is Passed}
+            self._found = {field: data for field, data in saved if type(data) in (Handle, Passed, Recast)}
         return self._found
 
-    def __getitem__(self, field: str) -> Handle | Passed:
+    def __getitem__(self, field: str) -> Handle | Passed | Recast:
         return self._all()[field]
 
     def __iter__(self) -> Iterator[str]:
@@ -293,9 +324,13 @@ class _Fields(Mapping[str, Handle | Passed]):
         return len(self._all())
 
 
-def _unpack(handle: Handle | Passed) -> Tensor:
+def _unpack(handle: Handle | Passed | Recast) -> Tensor:
     """Give backward its tensor. May run several times, in any order, on any thread; frees nothing [6]."""
     return handle.restore()
+
+
+def _handle(tensor: Tensor, module: nn.Module | None, path: str) -> Handle:
+    return Handle(_spec(tensor), path, type(module).__name__ if module is not None else "", tensor.grad_fn is None)
 
 
 def _spec(tensor: Tensor) -> TensorSpec:

@@ -80,6 +80,20 @@ def parameter_kind(tensor: Tensor) -> Left | None:
     return None
 
 
+def cast_parameter(tensor: Tensor) -> nn.Parameter | None:
+    """The parameter that ``tensor`` is a cast of, transposed at most, as autocast makes them; found by a short way."""
+    node: Any = tensor.grad_fn
+    name = type(node).__name__
+    if name == _TRANSPOSE_NODE:
+        node = node.next_functions[0][0]
+        name = type(node).__name__
+    if name != _CAST_NODE or tensor._version:
+        return None
+    leaf = node.next_functions[0][0]
+    is_leaf = type(leaf).__name__ == "AccumulateGrad"
+    return leaf.variable if is_leaf and _is_parameter(leaf.variable) else None
+
+
 def parameter_behind(node: Any) -> nn.Parameter | None:
     """The parameter whose gradient ``node`` is on the way to, through views and casts only."""
     while node is not None and (type(node).__name__ == _CAST_NODE or type(node).__name__ in _VIEW_NODES):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.capture import graph, identity
-from lowtide.capture.handles import Entry, Handle, Passed, StorageRecord
+from lowtide.capture.handles import Entry, Handle, StorageRecord
 from lowtide.errors import LowtideWarning
 
 _RUN_AGAIN = ("torch.utils.checkpoint", "lowtide.recompute")  # hooks under which a module runs again, or will
@@ -53,9 +53,11 @@ class Scope:
         self.calls: Counter[tuple[str, str, str]] = Counter()
         self.inputs: dict[int, StorageWeakRef] = {}
         self.buffers: set[int] | None = None
-        self.named: list[Entry] = []  # named when they were saved, to be settled at the next save of another tensor
+        self.ready: list[Entry] = []  # named, to be settled together
+        self.ready_nbytes = 0
         self.saved_in: dict[str, int] = {}  # by module path
         self.packed = 0
+        self.is_new = True  # nothing was saved yet in this forward
         self.is_pushed = False
         self.region: Region | None = None  # a module at work that will be run again in backward
 
@@ -89,8 +91,8 @@ class Scopes:
 
     def __init__(
         self,
-        pack: Callable[[Tensor], Handle | Passed],
-        unpack: Callable[[Handle | Passed], Tensor],
+        pack: Callable[[Tensor], Any],
+        unpack: Callable[[Any], Tensor],
         resolve: Callable[[Scope, Any], None],
         close: Callable[[Scope], None],
     ) -> None:
@@ -112,6 +114,7 @@ class Scopes:
             local.scope.inputs = identity.storages(inputs)
             local.scope.calls.clear()
             local.scope.saved_in.clear()
+            local.scope.is_new = True
         local.stack.append((module, path, frame))
         if self.regions is not None and local.scope is not None:
             self.regions.enter(local.scope, module, inputs)
