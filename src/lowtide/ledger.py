@@ -46,15 +46,21 @@ class Ledger:
     held: int = 0
     raw_peak: int = 0
     held_peak: int = 0
+    raw_usual: int = 0  # the peak of the last whole step, or of this one so far if it is larger
     step: int = 0
+    _raw_of_step: int = 0
     sites: dict[str, SiteEntry] = field(default_factory=dict)
     _fresh: set[str] = field(default_factory=set)
 
     def change(self, column: str, nbytes: int) -> None:
         if column == "raw":
             self.raw += nbytes
-            if self.raw > self.raw_peak:
-                self.raw_peak = self.raw
+            if self.raw > self._raw_of_step:
+                self._raw_of_step = self.raw
+                if self.raw > self.raw_usual:
+                    self.raw_usual = self.raw
+                if self.raw > self.raw_peak:
+                    self.raw_peak = self.raw
         else:
             self.held += nbytes
             if self.held > self.held_peak:
@@ -77,6 +83,7 @@ class Ledger:
 
     def end_step(self) -> None:
         self.step += 1
+        self.raw_usual, self._raw_of_step = self._raw_of_step, self.raw
         self._fresh.clear()
 
     def totals(self) -> dict[str, Any]:

@@ -116,7 +116,7 @@ class Waiting:
             self._queue.append(pending)
             self._nbytes += pending.nbytes
             self._take_known()
-            most = max(MOST_PENDING, self._ledger.raw_peak * PENDING_SHARE)
+            most = max(MOST_PENDING, self._ledger.raw_usual * PENDING_SHARE)
             while len(self._queue) > 1 and self._nbytes > most:
                 self._take_oldest()
 

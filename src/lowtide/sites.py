@@ -2,8 +2,9 @@
 
 A bound that is a multiple of a statistic, and the model of an entropy coder, change slowly in training. They are
 measured at the first save of a site, again at its saves number 1, 4 and 16, then at every ``refresh``-th, the sites
-taking turns (docs/dataflow.md, rule 14). Between, a save costs one pass over the tensor and no statistics. Bounds per
-row, or per channel of a sample, belong to the rows at hand and are measured at every save.
+taking turns (docs/dataflow.md, rule 14); a model, from then on, only if payloads have grown or shrunk. Between, a save
+costs one pass over the tensor and no statistics. Bounds per row, or per channel of a sample, belong to the rows at hand
+and are measured at every save.
 
 Nothing here waits for a GPU, except at the first save of a site: the codes of a sample travel to the host while the
 step goes on, a thread fits a model to them, and the site's saves use it when it is there. That changes sizes, never
@@ -25,6 +26,10 @@ from lowtide.bounds import BoundSource
 from lowtide.codecs import Codec
 from lowtide.errors import StateError
 from lowtide.records import Bound, Need, Site
+
+_EARLY = 17  # saves, after which a model that still does as well as it did is kept
+_SETTLED = 8  # saves after a model was made, when payloads have the size that it gives
+_DRIFT = 0.02
 
 
 class Survey:
@@ -64,7 +69,14 @@ class Memo:
     survey: Survey | None = None
     zero_code: bool | None = None
     rate: float = 0.0  # words a value of the last payload
+    usual: float = 0.0  # the same, some saves after the model was made
+    fitted: int = 0  # the save at which that was
     moved: bool = False  # the source of the bound is another than at the last save
+
+    @property
+    def has_drifted(self) -> bool:
+        """Whether payloads have become larger or smaller since the model was made: another may serve better."""
+        return self.saves <= _EARLY or not self.usual or abs(self.rate - self.usual) > _DRIFT * self.usual
 
 
 class Sites:
@@ -100,6 +112,8 @@ class Sites:
         elif memo.bound.value.device != x.device:  # from a checkpoint
             memo.bound = Bound(memo.bound.value.to(x.device), memo.bound.axes)
         memo.saves += 1
+        if memo.saves == memo.fitted + _SETTLED:
+            memo.usual = memo.rate
         if hasattr(codec, "plan"):
             self._plan(memo, codec, x, due=due or memo.moved, moved=moved, grid=grid)
         memo.moved = False
@@ -117,7 +131,8 @@ class Sites:
             if fitted is not None:
                 memo.plan = dataclasses.replace(memo.plan, model=fitted.model)
                 memo.survey = None
-        elif due and getattr(codec, "learns", True):
+                memo.fitted, memo.usual = memo.saves, 0.0
+        elif due and getattr(codec, "learns", True) and (memo.moved or memo.has_drifted):
             memo.survey = Survey(codec.survey(x, memo.plan.grid))
 
     def may_be_mask(self, site: Site) -> bool:

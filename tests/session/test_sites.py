@@ -94,6 +94,22 @@ def test_a_coder_without_tables_is_surveyed_once(coder, surveys, monkeypatch):
     assert len(taken) == surveys
 
 
+@pytest.mark.parametrize(("rate", "surveys"), [(1.0, 0), (1.01, 0), (1.05, 1), (0.9, 1)])
+def test_a_model_that_does_as_well_as_it_did_is_kept(rate: float, surveys: int, monkeypatch):
+    sites, rule, codec = Sites(refresh=32), BoundRule.parse("1.0 std"), Sz(coder="rans")
+    taken = []
+    survey = Sz.survey
+    monkeypatch.setattr(Sz, "survey", lambda codec, x, grid: taken.append(x) or survey(codec, x, grid))
+    for save in range(128):
+        memo = recall(sites, torch.randn(8, 6, 500), rule, CHANNEL, codec)
+        while memo.survey is not None and memo.survey.model(codec, memo, 24000) is None:
+            pass
+        memo.rate = 0.05 * (rate if save >= 64 else 1.0)
+        if save == 60:
+            taken.clear()
+    assert len(taken) == surveys, "payloads had another size once, and the model that followed them is kept again"
+
+
 def test_whether_zero_has_a_code_is_decided_once():
     sites, rule = Sites(refresh=1), BoundRule.parse("1.0 std")
     assert recall(sites, torch.randn(4, 6, 50).relu(), rule, CHANNEL).plan.zero_code

@@ -53,6 +53,7 @@ class Habit:
         shape, stride, dtype, device = self._geometry
         return (
             module is self._module
+            and type(tensor) is Tensor
             and tensor.shape == shape
             and tensor.dtype is dtype
             and tensor.stride() == stride

@@ -63,9 +63,8 @@ class Capture:
             return Passed(tensor, path)
         if self._habits.is_trusted and self.on_named is None and module is not None:
             habit = self._habits.latest.get((path, scope.saved_in.get(path, 0)))
-            if habit is not None and type(tensor) is Tensor and habit.fits(module, tensor):
-                if not habit.is_leaf or tensor.untyped_storage()._cdata not in scope.inputs:
-                    return self._take_as_usual(tensor, scope, path, habit)
+            if habit is not None and habit.fits(module, tensor) and not _is_special(tensor, habit.is_leaf, scope):
+                return self._take_as_usual(tensor, scope, path, habit)
         if tensor.requires_grad:
             parameter = identity.cast_parameter(tensor)
             if parameter is not None and self._can_recast(parameter, tensor):
@@ -86,7 +85,7 @@ class Capture:
         self._is_ready(scope, entry)
         if not habit.is_leaf and scope.unresolved:
             self._resolve(scope, [tensor.grad_fn], building=True)
-        if scope.ready_nbytes > self._ledger.raw_peak * _READY_SHARE:
+        if scope.ready_nbytes > self._ledger.raw_usual * _READY_SHARE:
             self._settle_ready(scope, entry)
         return handle
 
@@ -100,7 +99,7 @@ class Capture:
             self._pass_through(handle, tensor, left)
         if not handle.is_leaf and scope.unresolved and (left is None or left.leads_on):
             self._resolve(scope, [tensor.grad_fn], building=True)
-        if scope.ready_nbytes > self._ledger.raw_peak * _READY_SHARE or module is None:
+        if scope.ready_nbytes > self._ledger.raw_usual * _READY_SHARE or module is None:
             self._settle_ready(scope, handle.entry)
         return handle
 
@@ -327,6 +326,13 @@ class _Fields(Mapping[str, Handle | Passed | Recast]):
 def _unpack(handle: Handle | Passed | Recast) -> Tensor:
     """Give backward its tensor. May run several times, in any order, on any thread; frees nothing [6]."""
     return handle.restore()
+
+
+def _is_special(tensor: Tensor, is_leaf: bool, scope: Scope) -> bool:
+    """Whether the tensor is the model's input, or is saved during backward."""
+    if torch._C._current_graph_task_id() != -1:
+        return True
+    return is_leaf and tensor.untyped_storage()._cdata in scope.inputs
 
 
 def _handle(tensor: Tensor, module: nn.Module | None, path: str) -> Handle:

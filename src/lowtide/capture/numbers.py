@@ -37,7 +37,9 @@ class Record:
         found: dict[str, Tensor] = {}
         for name, items in self.numbers.items():
             parts = [number for backward, number in items if backward < 0 or backward >= since]
-            if parts:
+            if len(parts) == 1:  # as a rule; hundreds of numbers, and each op on them is a launch
+                found[name] = parts[0]
+            elif parts:
                 together = torch.stack(parts)
                 found[name] = together.mean(0) if name in _MEANS else together.sum(0)
         return found
