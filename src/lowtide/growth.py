@@ -4,8 +4,9 @@ Memory at the peak of a step is close to a line in the size of the batch: peak(b
 and the optimizer's state, c for what each sample adds. Two sizes give the line, the line gives the size to jump to,
 and a step at that size is the proof. Where the step contradicts the line (another layer holds the peak, an algorithm
 with another workspace was chosen, memory is fragmented) the line is drawn anew, and where that does not help the
-sizes in between are halved. COMET grows the batch in this way once compression has made room (VLDB 2022): powers of
-two, 5 % held back, a maximum set by the user.
+sizes in between are halved. Near the limit it is luck what fits: where the gaps of the allocator lie, and how far the
+host runs ahead of the device, is not the same twice. So the answer is run once more before it is given. COMET grows the
+batch in this way once compression has made room (VLDB 2022): powers of two, 5 % held back, a maximum set by the user.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Meter(Protocol):
         ...
 
     def peak(self, step: Callable[[], object]) -> int:
-        """Run the step; bytes in use at its peak."""
+        """Run the step right behind the ones before it; bytes in use at its peak."""
         ...
 
     def clean(self) -> None:
@@ -72,7 +73,8 @@ class CudaMeter:
         return min(free + torch.cuda.memory_reserved(self.device), int(share * total))
 
     def peak(self, step: Callable[[], object]) -> int:
-        torch.cuda.synchronize(self.device)
+        """Does not wait for the device first: a host that is ahead of it, as in training, keeps more of a session's
+        tensors."""
         torch.cuda.reset_peak_memory_stats(self.device)
         step()
         torch.cuda.synchronize(self.device)
@@ -136,10 +138,10 @@ def find_batch_size(
 ) -> BatchSize:
     """The largest batch whose training step fits the device, or a budget, with some of it held back.
 
-    Every size that counts has really been run: forward, backward, optimizer. Running out of memory during the search is
-    a finding, not a failure. The search does not train: each trial begins with the state as it is now, and so does
-    whatever comes after the search. Gradients are None then. An error that is not about memory is raised, with the
-    state as it was.
+    Every size that counts has really been run, and the answer twice: forward, backward, optimizer. Running out of
+    memory during the search is a finding, not a failure. The search does not train: each trial begins with the state as
+    it is now, and so does whatever comes after the search. Gradients are None then. An error that is not about memory
+    is raised, with the state as it was.
 
     Args:
         run_step: ``run_step(n)`` makes a batch of ``n`` samples (of the size and dtype of real ones) and takes one
@@ -265,18 +267,26 @@ class _Search:
     start: int
     allowed: int
     trials: list[Trial] = field(default_factory=list)
-    _fits: int = -1  # index of the largest size that fits
+    _fits: int = -1  # index of the largest size that fits, as far as is known
     _fails: int = -1  # index of the smallest size that does not
     _has_doubted: bool = False
+    _is_confirmed: bool = False
 
     def __post_init__(self) -> None:
         self._fails = len(self.sizes)
 
     def next_size(self) -> int | None:
-        """A size between the largest that fits and the smallest that does not; None if the answer is known."""
+        """The size to try next, which is the answer itself once all others are excluded; None if it has fit twice."""
+        size = self._open_size()
+        if size is None and self._fits >= 0 and not self._is_confirmed:
+            return self.sizes[self._fits]
+        return size
+
+    def _open_size(self) -> int | None:
+        """A size between the largest that fits and the smallest that does not; None if there is none worth trying."""
         if not self.trials:
             return self.sizes[self.start]
-        if self._fails - self._fits == 1:
+        if self._is_confirmed or self._fails - self._fits == 1:
             return None
         guess = self._guess()
         if self._fits >= 0 and guess <= self._fits and not self._doubts():
@@ -296,13 +306,17 @@ class _Search:
         fits = peak is not None and peak <= self.allowed
         self.trials.append(Trial(size, peak, line.at(size) if line is not None else None, fits))
         if fits:
+            self._is_confirmed = index == self._fits
             self._fits = index
         else:
             self._fails = index
+            fitting = [bisect_left(self.sizes, trial.batch) for trial in self.trials if trial.fits]
+            self._fits = max((at for at in fitting if at < index), default=-1)
 
     def line(self) -> _Line | None:
         """Through the largest size that was measured and the largest that is well below it."""
-        peaks = sorted((trial.batch, trial.peak) for trial in self.trials if trial.peak is not None)
+        measured = sorted((trial.batch, trial.peak) for trial in self.trials if trial.peak is not None)
+        peaks = list(dict(measured).items())  # of a size that was run twice, the higher
         if len(peaks) < 2:
             return None
         size, peak = peaks[-1]
@@ -314,8 +328,9 @@ class _Search:
         tried = tuple(self.trials)
         if self._fits < 0:
             return BatchSize(0, None, None, self.allowed, "not even the smallest size fits", tried)
-        best = next(trial for trial in tried if trial.batch == self.sizes[self._fits])
-        return BatchSize(best.batch, best.peak, best.predicted, self.allowed, self._why(), tried)
+        runs = [trial for trial in tried if trial.batch == self.sizes[self._fits]]
+        peak = max(trial.peak for trial in runs if trial.peak is not None)
+        return BatchSize(runs[0].batch, peak, runs[0].predicted, self.allowed, self._why(), tried)
 
     def _guess(self) -> int:
         """Index of the size that the line says is the largest to fit; twice or half the last size without a line."""
@@ -330,7 +345,7 @@ class _Search:
         if above == len(self.sizes):
             return "the largest size that was asked for"
         size, line = self.sizes[above], self.line()
-        failed = [trial for trial in self.trials if trial.batch == size]
+        failed = [trial for trial in self.trials if trial.batch == size and not trial.fits]
         if failed:
             return f"{size} is {failed[0].outcome}" if failed[0].peak is not None else f"{size} runs out of memory"
         assert line is not None, "a search ends at a size that failed, at the largest, or by a line"

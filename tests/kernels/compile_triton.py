@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -49,6 +50,29 @@ def moves(compiled: Any) -> Counter[tuple[str, int]]:
     """How often the kernel loads ("ld") or stores ("st") how many bytes of global memory at once."""
     found = re.findall(r"\b(ld|st)\.global\.((?:v\d\.)?b\d+)\b", compiled.asm["ptx"])
     return Counter((kind, _WIDTHS[width]) for kind, width in found)
+
+
+def scattered_reductions(compiled: Any) -> list[str]:
+    """Reductions over lanes of a warp that are not neighbours, for which Triton 3.6 shuffles the wrong ones.
+
+    It halves a run of neighbours, whatever the layout says; a later one goes by the layout (triton-lang/triton#9219).
+    A tensor that was reshaped may have such a layout. Values are wrong without any sign of it, and only on a device.
+    """
+    code = compiled.asm["ttgir"]
+    lanes = {
+        name: ast.literal_eval(bases) for name, bases in re.findall(r"(#linear\d*) = .*?\blane = (\[.*?\]), warp", code)
+    }
+    found = []
+    for axis, layout in re.findall(r'"tt\.reduce".*?axis = (\d+).*?\}\) : \(tensor<\w+, (.*?)>[,)]', code, re.DOTALL):
+        of_lanes = lanes.get(re.search(r"#linear\d*|$", layout)[0])
+        if of_lanes is None:
+            continue  # of other layouts, each axis has its lanes in a row
+        for dim in reversed(re.findall(r"slice<\{dim = (\d+)", layout)):
+            of_lanes = [[*basis[: int(dim)], *basis[int(dim) + 1 :]] for basis in of_lanes]
+        places = [place for place, basis in enumerate(of_lanes) if basis[int(axis)]]
+        if places and places != list(range(places[0], places[0] + len(places))):
+            found.append(f"axis {axis} of {layout}: lane bits {places}")
+    return found
 
 
 def _inspect(compiled: Any, folder: Path, option: str) -> str:

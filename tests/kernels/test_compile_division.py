@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("kernels are interpreted here, not compiled", allow_module_level=True)
 
-from compile_triton import CUDA, HIP, build, fused, moves, usage
+from compile_triton import CUDA, HIP, build, fused, moves, scattered_reductions, usage
+from division_cases import MAPS, ROWS
 
 from lowtide.codecs.division import Division
 from lowtide.kernels import division
@@ -82,6 +84,26 @@ def test_kernels_round_where_they_say_and_spill_nothing(target: Any, case: Any, 
     decoder = build_decoder(target, shape, last, dtype, bits)
     used = usage(decoder, tmp_path)
     assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= 64, used
+
+
+@pytest.mark.parametrize(("shape", "last"), [*((shape, False) for shape in (*MAPS, *ROWS[:2])), (MAPS[2], True)])
+def test_extremes_are_found_among_the_right_lanes(shape: tuple[int, ...], last: bool) -> None:
+    """Small planes are spread over lanes in the oddest ways."""
+    assert not scattered_reductions(build_encoder(CUDA["sm_90"], shape, last, torch.float32, 2))
+
+
+def test_reductions_over_lanes_apart_would_be_seen(tmp_path: Path) -> None:
+    """The two axes of a tile of 8 x 8 x 8 taken together are on the first and on the last bit of the lane."""
+    path = tmp_path / "reshaping.py"
+    path.write_text(
+        "import triton\nimport triton.language as tl\n\n@triton.jit\ndef reshaping(x_ptr, y_ptr):\n"
+        "    at = tl.arange(0, 8)\n"
+        "    x = tl.load(x_ptr + at[:, None, None] * 64 + at[None, :, None] * 8 + at[None, None, :])\n"
+        "    tl.store(y_ptr + at, tl.max(x.reshape(8, 64), 1))\n"
+    )
+    kernel = runpy.run_path(str(path))["reshaping"]
+    found = scattered_reductions(build(kernel, {"x_ptr": "*fp32", "y_ptr": "*fp32"}, {}, CUDA["sm_90"], num_warps=4))
+    assert found and "lane bits [0, 4]" in found[0], found
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[3]], ids=str)

@@ -160,7 +160,8 @@ class Division:
         residual = (values - blocks.spread(mean.to(values.dtype))).flatten(1)
         low, high = residual.amin(1) + 0.0, residual.amax(1)  # of zeros of both signs, the positive one
         if self.faithful:
-            step = (high - low + _PUBLISHED_EPSILON) / levels
+            # A product: torch divides by a number on a CPU, and multiplies by its reciprocal on a GPU.
+            step = (high - low + _PUBLISHED_EPSILON) * (1.0 / levels)
             sound = step.isfinite()
             scale = torch.where(sound, step, torch.nan).to(dtype)
             t = (residual - low.unsqueeze(1)) / step.unsqueeze(1)

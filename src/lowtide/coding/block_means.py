@@ -2,7 +2,8 @@
 
 A block of an image has side x side values, a block of a row side**2, so that a mean costs as much in either. At the
 border a block holds what is left, and its mean is that of the values it holds. A sum adds neighbours, then neighbouring
-sums, and so on, along a row first and then across rows: an order that a kernel can keep, so that it gets the same bits.
+sums, and so on, along a row first and then across rows, and a sum is multiplied by the reciprocal of their number: an
+order that every device and kernel keeps, so that all get the same bits. Torch's own mean sums in another order on each.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class Blocks:
         """(n, height, width) to (n, rows, columns)."""
         inside = self.rows * self.tall, self.columns * self.wide
         if self.stretched:
-            whole = planes[:, : inside[0], : inside[1]]
-            return whole.unflatten(2, (-1, self.wide)).unflatten(1, (-1, self.tall)).mean((2, 4))
+            whole, share = planes[:, : inside[0], : inside[1]], 1.0 / (self.tall * self.wide)
+            return _add_up(_add_up(whole, self.wide, 2), self.tall, 1) * share
         padded = F.pad(planes, (0, inside[1] - self.planes.width, 0, inside[0] - self.planes.height))
         sums = _add_up(_add_up(padded, self.wide, 2), self.tall, 1)
         return sums * self.shares(planes.dtype, planes.device)
@@ -82,8 +83,10 @@ class Blocks:
 
 
 def _add_up(x: Tensor, side: int, axis: int) -> Tensor:
-    """Sums of ``side`` neighbours (a power of two) along an axis."""
-    while side > 1:
-        pairs = x.unflatten(axis, (-1, 2))
-        x, side = pairs.select(axis + 1, 0) + pairs.select(axis + 1, 1), side // 2
-    return x
+    """Sums of ``side`` neighbours along an axis; a number of them that is no power of two is filled up with zeros."""
+    parts = x.unflatten(axis, (-1, side)).movedim(axis + 1, -1)
+    if side & (side - 1):
+        parts = F.pad(parts, (0, (1 << side.bit_length()) - side))
+    while parts.shape[-1] > 1:
+        parts = parts[..., 0::2] + parts[..., 1::2]
+    return parts.squeeze(-1)

@@ -233,8 +233,9 @@ def _encode(
             tl.store(where, _top_half(mean), mask=(block < ACROSS) & exists[:, None])
             spread = tl.broadcast_to(mean[:, None, :, None], (TOGETHER, TALL, COLUMNS // WIDE, WIDE))
             residual = x - spread.reshape(TOGETHER, TALL, COLUMNS)
-            least = tl.where(here, residual, float("inf")).reshape(TOGETHER, TALL * COLUMNS)
-            most = tl.where(here, residual, float("-inf")).reshape(TOGETHER, TALL * COLUMNS)
+            # Axis by axis: Triton 3.6 takes the wrong lanes where an axis that was reshaped lies on lanes apart.
+            least = tl.reduce(tl.where(here, residual, float("inf")), 2, lower_of)
+            most = tl.reduce(tl.where(here, residual, float("-inf")), 2, higher_of)
             lowest = lower_of(lowest, tl.reduce(least, 1, lower_of))
             highest = higher_of(highest, tl.reduce(most, 1, higher_of))
     low = _round_down(lowest + 0.0)  # of zeros of both signs, the positive one

@@ -69,9 +69,10 @@ def test_the_peak_is_measured(lowtide, tmp_path: Path):
 
 
 def test_memory_that_runs_out_is_explained(lowtide, capsys):
+    """1.4 GiB of an H200: the weights take 170 MiB, what they save for backward about 9 GiB."""
     torch.cuda.set_per_process_memory_fraction(0.01)
     try:
-        assert lowtide("train", *_RUN, "--epochs", "1", "--batch", "1024", "--model-option", "width=256") == 1
+        assert lowtide("train", *_RUN, "--epochs", "1", "--batch", "1024", "--model-option", "width=128") == 1
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
         torch.cuda.empty_cache()

@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowtide.app.train import checkpoints
+from lowtide.app.train.batches import Batches
+from lowtide.app.train.memory import Meter
 from lowtide.app.train.progress import Progress
 from lowtide.app.train.trainer import Trainer
 
@@ -240,6 +242,41 @@ def test_out_of_memory_says_what_would_need_less(train, monkeypatch, capsys, met
     shown = capsys.readouterr().err.splitlines()[-1]
     assert "out of memory on cpu in step 8, batch 32" in shown and "try --batch 16" in shown
     assert all(message in shown for message in messages)
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "when"),
+    [
+        (
+            Batches,
+            "__init__",
+            "before the first step, batch 32, method 'plain'; the weights take 7.70 KiB; try a smaller",
+        ),
+        (nn.Module, "to", "before the first step, batch 32, method 'plain'; the weights take"),
+        (Meter, "begin", "before the first step, batch 32"),
+        (Trainer, "evaluate", "in the evaluation after step 6, batch 32"),
+        (Trainer, "state_dict", "in the checkpoint after step 6, batch 32"),
+    ],
+)
+def test_memory_that_runs_out_beside_the_steps_is_explained_too(train, monkeypatch, capsys, owner, method, when):
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(owner, method, fail)
+    assert train("--out", "run") == 1
+    assert f"OutOfMemoryError: out of memory on cpu {when}" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_memory_that_runs_out_in_loading_a_checkpoint_does_not_make_it_another_runs(train, monkeypatch, capsys):
+    _raise_at(monkeypatch, 9, RuntimeError("stop here"))
+    assert train("--out", "run", "--checkpoint-every", "7") == 1
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(torch.optim.Optimizer, "load_state_dict", fail)
+    assert train("--out", "run", "--resume", "--checkpoint-every", "7") == 1
+    assert "out of memory on cpu before the first step" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_full_disk_is_one_line(train, tmp_path, monkeypatch, capsys):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+
 import torch
+from torch import nn
 
 from lowtide.app.train.config import PLAIN, Config
 from lowtide.app.train.memory import Meter
 from lowtide.errors import LowtideError
+from lowtide.growth import is_out_of_memory
 from lowtide.reports.text import size
 from lowtide.session import Session
 
@@ -17,10 +22,32 @@ class OutOfMemoryError(LowtideError):
     """The device has too little memory for this run; the message says what would fit."""
 
 
-def advise(config: Config, step: int, *, meter: Meter, session: Session | None, device: torch.device) -> str:
+@contextlib.contextmanager
+def explained(advice: Callable[[], str]) -> Iterator[None]:
+    """Put advice in the place of an error that says that memory ran out."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise OutOfMemoryError(advice()) from error
+        raise
+
+
+def advise_setup(config: Config, model: nn.Module, device: torch.device) -> str:
+    """Before there is a step no batch helps: it is the weights that do not fit, or somebody else has the memory."""
+    parts = [_place(config, "before the first step", device)]
+    parts.append(f"the weights take {size(sum(parameter.nbytes for parameter in model.parameters()))}")
+    with contextlib.suppress(RuntimeError):  # it takes some memory to ask
+        if device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+            parts.append(f"{size(free)} of {size(total)} are free")
+    return "; ".join([*parts, "try a smaller model, or a device with more memory to spare"])
+
+
+def advise(config: Config, when: str, *, meter: Meter, session: Session | None, device: torch.device) -> str:
     """One paragraph: where it failed, what is saved for backward, which batch or method would need less."""
     batch = config.train.batch
-    parts = [f"out of memory on {device} in step {step + 1}, batch {batch}, method {config.method.name!r}"]
+    parts = [_place(config, when, device)]
     if session is not None and session.ledger.raw_peak:
         raw, held = session.ledger.raw_peak, session.ledger.held_peak
         parts.append(f"until then {size(held)} was held for backward instead of {size(raw)}")
@@ -39,6 +66,10 @@ def suggest_batch(batch: int, meter: Meter, device: torch.device) -> int:
     each = (meter.peak - meter.static) / batch
     fitting = int((_SPARE * total - meter.static) / each) if each > 0 else half
     return fitting if 1 <= fitting < batch else half
+
+
+def _place(config: Config, when: str, device: torch.device) -> str:
+    return f"out of memory on {device} {when}, batch {config.train.batch}, method {config.method.name!r}"
 
 
 def _suggest_method(name: str) -> str:

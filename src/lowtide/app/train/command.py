@@ -16,6 +16,7 @@ from typing import Any
 
 from lowtide.app.bench import arguments
 from lowtide.app.bench.specs import UsageError
+from lowtide.app.train.advice import advise_setup, explained
 from lowtide.app.train.config import Config, read_file
 from lowtide.app.train.flags import add_flags, read_flags
 from lowtide.app.train.loop import Loop, Stopped
@@ -80,6 +81,7 @@ def train(given: Mapping[str, Any], *, out: Path | None = None, resume: bool = F
         config, found, model = understand(config)
         if saved is not None and (differences := config.differences(saved)):
             raise UsageError(f"this is another run than the one to resume: {'; '.join(differences)}")
+        stack.enter_context(explained(lambda: advise_setup(config, model, device)))
         trainer = Trainer(config, found, model, device)
         stack.callback(trainer.close)
         if not folder.is_locked:

@@ -19,14 +19,13 @@ import torch
 
 from lowtide.app.timeline import Timeline
 from lowtide.app.train import checkpoints
-from lowtide.app.train.advice import OutOfMemoryError, advise
+from lowtide.app.train.advice import advise, explained
 from lowtide.app.train.checkpoints import CheckpointError
 from lowtide.app.train.metrics import Metrics, read_lines
 from lowtide.app.train.progress import Progress
 from lowtide.app.train.rundir import RunFolder, write_json
 from lowtide.app.train.trainer import Trainer
 from lowtide.errors import LowtideError
-from lowtide.growth import is_out_of_memory
 
 _FOLLOWED = 5  # the step of an epoch whose memory is followed: no statistics are refreshed in it (dataflow.md, rule 14)
 
@@ -73,6 +72,7 @@ class Loop:
         self._trainer, self._folder, self._progress = trainer, folder, progress
         self._digest = trainer.config.digest()
         self._step, self._best, self._accuracy, self._test_loss = 0, 0.0, 0.0, math.nan
+        self._when = "before the first step"  # for a message, should memory run out
         self._losses = torch.zeros((), device=trainer.device)  # since the last log line, added up on the device
         self._counted = 0
         self._seconds = 0.0  # of the run, until this process began
@@ -80,6 +80,13 @@ class Loop:
 
     def run(self) -> dict[str, Any]:
         """Train to the end; the result, which is written too."""
+        with explained(self._advise):
+            self._train()
+        result = self._describe()
+        write_json(self._folder / "result.json", result)
+        return result
+
+    def _train(self) -> None:
         self._resume()
         metrics = Metrics(self._folder, step=self._step)
         self._trainer.meter.begin()
@@ -91,21 +98,15 @@ class Loop:
                         self._aside(self._save)
                     if signals.received:
                         raise Stopped(signals.received, self._step)
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise OutOfMemoryError(self._advise()) from error
-            raise
         finally:
             metrics.close()
             self._progress.end()
-        result = self._describe()
-        write_json(self._folder / "result.json", result)
-        return result
 
     def _advance(self, metrics: Metrics) -> None:
         """One step and what is due after it."""
         trainer = self._trainer
         timeline = Timeline(trainer.model) if self._is_followed() else None
+        self._when = f"in step {self._step + 1}"
         self._losses += trainer.step(self._step, timeline)
         self._step += 1
         self._counted += 1
@@ -142,6 +143,7 @@ class Loop:
         self._counted, self._lap = 0, now
 
     def _evaluate(self, metrics: Metrics) -> None:
+        self._when = f"in the evaluation after step {self._step}"
         self._accuracy, self._test_loss = self._trainer.evaluate()
         self._best = max(self._best, self._accuracy)
         epoch = self._step // self._trainer.steps_per_epoch
@@ -157,10 +159,14 @@ class Loop:
         return is_place and epoch in (0, self._trainer.config.train.epochs - 1)
 
     def _is_checkpoint_due(self) -> bool:
-        every = self._trainer.config.run.checkpoint_every
+        settings = self._trainer.config.run
+        if not settings.checkpoints:
+            return False
+        every = settings.checkpoint_every
         return self._step % self._trainer.steps_per_epoch == 0 or bool(every and self._step % every == 0)
 
     def _save(self) -> None:
+        self._when = f"in the checkpoint after step {self._step}"
         state = {
             "digest": self._digest,
             "seconds": self._elapsed(),
@@ -201,7 +207,7 @@ class Loop:
 
     def _advise(self) -> str:
         trainer = self._trainer
-        return advise(trainer.config, self._step, meter=trainer.meter, session=trainer.session, device=trainer.device)
+        return advise(trainer.config, self._when, meter=trainer.meter, session=trainer.session, device=trainer.device)
 
     def _describe(self) -> dict[str, Any]:
         trainer, config, meter = self._trainer, self._trainer.config, self._trainer.meter

@@ -27,6 +27,7 @@ from lowtide.app.train.optimizers import make_optimizer
 from lowtide.app.train.schedules import make_schedule
 from lowtide.app.train.seeds import STEP, seed_everything
 from lowtide.errors import LowtideError
+from lowtide.growth import is_out_of_memory
 from lowtide.session import Session, attach
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -114,6 +115,8 @@ class Trainer:
             if self.session is not None:
                 self.session.load_state_dict(state["session"])
         except (KeyError, ValueError, RuntimeError, TypeError, LowtideError) as error:
+            if is_out_of_memory(error):
+                raise
             raise CheckpointError(f"the checkpoint does not belong to this run: {error}") from error
 
     def close(self) -> None:
