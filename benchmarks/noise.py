@@ -1,235 +1,287 @@
 """Is the noise of a weight's gradient the one that was predicted? Layer by layer, on a net in training.
 
-    python benchmarks/noise.py --model resnet50 [--batch 256] [--noise 0.001 0.01 0.1] [--out FILE.csv]
-    python benchmarks/noise.py --model gpt --batch 64
+    PYTHONPATH=src python benchmarks/noise.py resnet50 --batch 64 [--noise 0.001,0.01,0.1]
+    PYTHONPATH=src python benchmarks/noise.py gpt --batch 16 --precision bf16
 
-The net is trained plainly for some steps on a task that it can learn, then for some more under method ``budget``, which
-sets its bounds. Then, with the weights held still, the gradients of one batch are computed exactly and, for several
-seeds of the dither, from what the bounds leave of the activations:
+The net is trained plainly for some steps on a task that it can learn, then under method ``budget``, which sets its
+bounds for one noise after the other. For each, with the weights held still, the gradients of one new batch are computed
+exactly and, for several draws of the dither, from what the bounds leave of the activations:
 - by weight: the squared error over the gradient's energy, and over its prediction, with only the layers' own inputs
   lossy (the output of attention is the next layer's input, so for that layer it is lossy, too);
 - in total: the same for all parameters together with everything lossy, so with what propagates from layer to layer;
-- what each weight contributes to the energy, and what was held.
-A plain second run of the same batch tells what the device's own lack of determinism amounts to.
+- what each weight contributes to the energy, and how many times less was held.
+A plain second run of the same batch (``floor``) tells what the device's own lack of determinism amounts to. Measuring
+is done on copies of the model, whose sessions continue from the state of the one in training. Rows, one for each
+weight, are appended to a CSV file.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
+import copy
 import statistics
-from collections.abc import Callable
-from pathlib import Path
+import sys
+import time
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-import lowtide
-from lowtide.app import zoo
+from lowtide import Session, attach
+from lowtide.app.bench import arguments, specs, workload
+from lowtide.app.bench.rows import ENVIRONMENT, ResultFile, describe_environment, now
+from lowtide.app.bench.workload import Task, Workload
+from lowtide.errors import LowtideError
 from lowtide.reports.text import table
 
+COLUMNS = (
+    *ENVIRONMENT,
+    *("model", "options", "batch", "precision", "channels_last", "coder", "seed", "warm", "updates", "draws", "noise"),
+    *("loss", "site", "bound", "share", "predicted", "measured", "ratio", "energy", "total", "total_min", "total_max"),
+    *("held_x_less", "floor"),
+)
 LINEAR = ("convolution", "addmm", "mm", "linear")
-Batch = Callable[[int], tuple[Tensor, Tensor]]
+PERIOD = 2  # steps from one update of the bounds to the next
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", nargs="?", default="resnet50", help="a model of the zoo: resnet18, gpt, ... (default: %(default)s)")
+    add("--batch", type=int, default=64, help="samples in a batch (default: %(default)s)")
+    add("--precision", default="tf32", help=f"one of {', '.join(workload.PRECISIONS)} (default: %(default)s)")
+    add("--noise", default="0.001,0.01,0.1", help="the shares to set bounds for, in turn (default: %(default)s)")
+    add("--warm", type=int, default=60, help="steps of plain training (default: %(default)s)")
+    add("--updates", type=int, default=8, help="of the bounds for each noise, two steps each (default: %(default)s)")
+    add("--draws", type=int, default=4, help="of the dither, whose mean counts (default: %(default)s)")
+    add(
+        "--coder", default="blocks", help="of payloads; values do not depend on it, and blocks has no tables to fit "
+        "(default: %(default)s)",
+    )  # fmt: skip
+    add("--channels-last", action="store_true", help="channels_last for conv nets (in bf16 they are in any case)")
+    arguments.add_model(parser)
+    arguments.add_shared(parser, out="benchmarks/results/noise.csv")
+
+
+class Pictures:
+    """Ten smooth patterns under as much noise, moved sideways; one label in five is drawn at random."""
+
+    def __init__(self, like: Tensor, seed: int) -> None:
+        self._shape, self._draw = like.shape[1:], torch.Generator(like.device).manual_seed(seed)
+        channels, height, width = self._shape
+        coarse = self._normal(10, channels, max(height // 16, 2), max(width // 16, 2))
+        self._patterns = F.interpolate(coarse, size=(height, width), mode="bicubic")
+        self._moves = torch.Generator().manual_seed(seed)  # on the host, which need not wait for it
+
+    def batch(self, count: int) -> tuple[Tensor, Tensor]:
+        seen, target = self._choose(10, count), self._choose(10, count)
+        target = torch.where(self._choose(5, count) > 0, seen, target)
+        move = int(torch.randint(self._shape[-1], (), generator=self._moves))
+        return self._patterns[seen].roll(move, -1) + self._normal(count, *self._shape), target
+
+    def _choose(self, high: int, count: int) -> Tensor:
+        return torch.randint(high, (count,), generator=self._draw, device=self._draw.device)
+
+    def _normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._draw, device=self._draw.device)
+
+
+class Texts:
+    """Each token determines the next one, in seven of ten cases: all follow each other in one large circle."""
+
+    def __init__(self, like: Tensor, vocabulary: int, seed: int) -> None:
+        self._length, self._draw = like.shape[1] + 1, torch.Generator(like.device).manual_seed(seed)
+        self._circle = torch.randperm(vocabulary, generator=self._draw, device=like.device)
+
+    def batch(self, count: int) -> tuple[Tensor, Tensor]:
+        device, vocabulary = self._draw.device, len(self._circle)
+        drawn = torch.randint(vocabulary, (count, self._length), generator=self._draw, device=device)
+        jumps = torch.rand(count, self._length, generator=self._draw, device=device) >= 0.7
+        place = torch.arange(self._length, device=device).expand(count, -1)
+        last = torch.where(jumps, place, 0).cummax(1).values  # the place of the last jump, or the beginning
+        tokens = self._circle[(drawn.gather(1, last) + place - last) % vocabulary]
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 class Bench:
-    """A net in training, the task, and the precision."""
+    """A net in training under method ``budget``, and copies of it to measure on."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        torch.manual_seed(0)
-        entry = zoo.describe(options.model)
-        self.device, self.amp, self.loss = torch.device(options.device), options.precision == "bf16", entry.loss
-        built = dict(entry.tiny) if options.tiny else {}
-        self.model = entry.build(**built).to(self.device)
-        if entry.kind == "image":
-            self.model = self.model.to(memory_format=torch.channels_last)
-            self.batch = pictures(options.batch, options.size, self.device)
-            self.optimizer: Any = torch.optim.SGD(self.model.parameters(), options.lr or 0.05, momentum=0.9)
-        else:
-            settings = {**entry.options, **built}
-            self.batch = texts(options.batch, settings["context"], settings["vocab_size"], self.device)
-            self.optimizer = torch.optim.AdamW(self.model.parameters(), options.lr or 1e-3)
+    def __init__(self, options: argparse.Namespace, load: Workload, device: torch.device) -> None:
+        self.options = options
+        self.task = task = Task(load, options.precision, batch=options.batch, device=device, seed=options.seed,
+                                channels_last=options.channels_last)  # fmt: skip
+        if load.kind == "image":
+            task.data = Pictures(task.inputs, options.seed)  # type: ignore[assignment]
+        elif load.kind == "tokens":
+            task.data = Texts(task.inputs, load.classes, options.seed)  # type: ignore[assignment]
 
-    def run(self, number: int) -> Tensor:
-        inputs, target = self.batch(number)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp):
-            output = self.model(inputs)
-        loss: Tensor = self.loss(output.float(), target)
-        return loss
+    def train(self, steps: int) -> float:
+        for _ in range(steps):
+            self.task.inputs, self.task.target = self.task.draw()
+            loss = self.task.step()
+        return float(loss)
 
-    def train(self, steps: range) -> float:
-        for number in steps:
-            self.optimizer.zero_grad()
-            loss = self.run(number)
-            loss.backward()
-            self.optimizer.step()
-        return float(loss.detach())
+    def attach(self, model: nn.Module, **settings: Any) -> Session:
+        return attach(model, "budget", period=PERIOD, checks=0, min_size=0, seed=self.options.seed,
+                      coder=self.options.coder, **settings)  # fmt: skip
 
-    def gradients(self, number: int) -> dict[str, Tensor]:
-        self.model.zero_grad()
-        self.run(number).backward()
-        return {name: item.grad.double() for name, item in self.model.named_parameters() if item.grad is not None}
+    def copy(self) -> nn.Module:
+        """The model as it is now; hooks do not follow it."""
+        return copy.deepcopy(self.task.model)
 
+    def gradients(self, model: nn.Module) -> dict[str, Tensor]:
+        """Of the batch at hand; dropout draws the same masks each time."""
+        torch.manual_seed(self.options.seed)
+        self.task.call = model
+        model.zero_grad()
+        self.task.loss().backward()
+        self.task.call = self.task.model
+        return {name: item.grad for name, item in model.named_parameters() if item.grad is not None}
 
-def pictures(batch: int, size: int, device: torch.device) -> Batch:
-    """Ten smooth patterns under noise, shifted at random."""
-    coarse = torch.randn(10, 3, max(size // 16, 2), max(size // 16, 2), device=device)
-    patterns = F.interpolate(coarse, size=(size, size), mode="bicubic")
-
-    def make(number: int) -> tuple[Tensor, Tensor]:
-        source = torch.Generator(device).manual_seed(number)
-        target = torch.randint(0, 10, (batch,), generator=source, device=device)
-        shift = int(torch.randint(0, size, (), generator=source, device=device))
-        noise = torch.randn(batch, 3, size, size, generator=source, device=device)
-        images = patterns[target].roll(shift, -1) + noise
-        return images.contiguous(memory_format=torch.channels_last), target
-
-    return make
+    def draw(self, tide: Session, noise: float, exact: dict[str, Tensor], **settings: Any) -> Drawn:
+        """Errors in a session that continues from the state of ``tide``, which is about to be measured."""
+        state = tide.state_dict()
+        state["controller"]["noise"] = {}  # what is predicted is to be for this batch
+        model = self.copy()
+        probe = self.attach(model, noise=noise, **settings)
+        probe.load_state_dict(state)
+        found = [squares(self.gradients(model), exact)]
+        probe.step()  # statistics of the first draw are under way; the others need none
+        found += [squares(self.gradients(model), exact) for _ in range(1, self.options.draws)]
+        probe.step()
+        probe.detach()
+        return Drawn(found, probe)
 
 
-def texts(batch: int, length: int, vocabulary: int, device: torch.device) -> Batch:
-    """Each token determines the next one, in seven of ten cases."""
-    follows = torch.randperm(vocabulary, device=device)
+class Drawn:
+    """Squared errors by parameter, a list for each draw, and the session that made them."""
 
-    def make(number: int) -> tuple[Tensor, Tensor]:
-        source = torch.Generator(device).manual_seed(number)
-        tokens = torch.randint(0, vocabulary, (batch, length + 1), generator=source, device=device)
-        regular = torch.rand(batch, length, generator=source, device=device) < 0.7
-        for place in range(length):
-            after = follows[tokens[:, place]]
-            tokens[:, place + 1] = torch.where(regular[:, place], after, tokens[:, place + 1])
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    def __init__(self, errors: list[dict[str, float]], session: Session) -> None:
+        self.errors, self.session = errors, session
 
-    return make
+    def mean(self, name: str) -> float:
+        return statistics.mean(error[name] for error in self.errors)
+
+    def totals(self, energy: float) -> list[float]:
+        return [sum(error.values()) / energy for error in self.errors]
 
 
-def others(bench: Bench) -> list[tuple[str, str]]:
-    """Ops and fields, other than the inputs of convolutions and linear layers, whose values are stored."""
-    with torch.no_grad():
-        state = {name: item.clone() for name, item in bench.model.state_dict().items()}
-    tide = lowtide.attach(bench.model, "fixed", min_size=0)
-    bench.gradients(0)
-    tide.detach()
-    bench.model.load_state_dict(state)
+def squares(one: dict[str, Tensor], other: dict[str, Tensor] | None = None) -> dict[str, float]:
+    """Sums of squares by name, of the difference if there are two; one copy to the host for all."""
+    parts = [part if other is None else part - other[name] for name, part in one.items()]
+    sums = torch.stack([part.double().square().sum() for part in parts]).tolist()
+    return dict(zip(one, sums, strict=True))
+
+
+def rule_sets(tide: Session) -> list[list[dict[str, Any]]]:
+    """All stored values but the inputs of convolutions and linear layers are kept; then, all but outputs of others."""
     names = [entry.name.partition(":")[2].partition("#")[0] for entry in tide.report().sites if entry.need == "values"]
-    pairs = {(name.partition(".")[0], name.partition(".")[2]) for name in names}
-    return sorted(pair for pair in pairs if pair[0] not in LINEAR)
+    pairs = sorted({(name.partition(".")[0], name.partition(".")[2]) for name in names})
+    only_inputs = [{"op": op, "field": field, "keep": True} for op, field in pairs if op not in LINEAR]
+    and_outputs = [rule for rule in only_inputs if rule["field"] != "output"]
+    return [only_inputs] if and_outputs == only_inputs else [only_inputs, and_outputs]
 
 
-def square(parts: dict[str, Tensor]) -> float:
-    return sum(float(part.square().sum()) for part in parts.values())
-
-
-def lossy(
-    bench: Bench, bounds: dict[str, Any], number: int, seeds: int, **options: Any
-) -> tuple[dict[str, list[float]], list[float], lowtide.Session]:
-    """Squared errors by parameter and in total, for each seed, under the given bounds."""
-    exact = bench.gradients(number)
-    by_name: dict[str, list[float]] = {name: [] for name in exact}
-    total = []
-    for seed in range(seeds):
-        tide = lowtide.attach(bench.model, "budget", seed=seed, checks=0, min_size=0, **options)
-        tide.controller._rules = dict(bounds)
-        found = bench.gradients(number)
-        for _ in range(2):
-            tide.step()  # so that the statistics of this batch arrive
-        tide.detach()
-        for name, part in exact.items():
-            by_name[name].append(float((found[name] - part).square().sum()))
-        total.append(square({name: found[name] - part for name, part in exact.items()}) / square(exact))
-    return by_name, total, tide
-
-
-def measure(bench: Bench, noise: float, options: argparse.Namespace) -> list[dict[str, Any]]:
-    kept = others(bench)
-    only_inputs = [{"op": op, "field": field, "keep": True} for op, field in kept]
-    rule_sets = [only_inputs]
-    if any(field == "output" for _, field in kept):
-        rule_sets.append([rule for rule in only_inputs if rule["field"] != "output"])
-    tide = lowtide.attach(bench.model, "budget", noise=noise, optimizer=bench.optimizer, period=2, checks=0, min_size=0)
-    loss = bench.train(range(options.warm, options.warm + options.set))
-    tide.detach()
-    bounds, held = tide.controller._rules, tide.report().totals["ratio"]
-    batch = options.warm + options.set + 1000
-    exact = bench.gradients(batch)
-    again = square({name: part - exact[name] for name, part in bench.gradients(batch).items()}) / square(exact)
-    found: dict[str, tuple[Any, list[float]]] = {}
-    for rules in rule_sets:
-        errors, _, own = lossy(bench, bounds, batch, options.seeds, noise=noise, rules=rules)
-        for site, figures in own.report().noise.items():
+def measure(bench: Bench, tide: Session, noise: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What the rows have in common, and the rows."""
+    bench.task.inputs, bench.task.target = bench.task.draw()
+    plain = bench.copy()
+    exact = {name: part.clone() for name, part in bench.gradients(plain).items()}
+    energies = squares(exact)
+    energy = sum(energies.values())
+    everything = bench.draw(tide, noise, exact)
+    totals, sites = everything.totals(energy), everything.session.report().sites
+    shared = {
+        "total": statistics.mean(totals),
+        "total_min": min(totals),
+        "total_max": max(totals),
+        "held_x_less": sum(entry.raw_nbytes for entry in sites) / sum(entry.held_nbytes for entry in sites),
+        "floor": sum(squares(bench.gradients(plain), exact).values()) / energy,
+    }
+    bounds = {entry.name: entry.bound for entry in sites}
+    rows: dict[str, dict[str, Any]] = {}
+    for rules in rule_sets(tide):
+        drawn = bench.draw(tide, noise, exact, rules=rules)
+        for site, figures in drawn.session.report().noise.items():
             name = f"{site.partition(':')[0]}.weight"
-            if site not in found and figures.predicted is not None and name in exact:
-                found[site] = figures, errors[name]
-    _, total, _ = lossy(bench, bounds, batch, options.seeds, noise=noise)
-    rows = []
-    for site, (figures, squares) in found.items():
-        name = f"{site.partition(':')[0]}.weight"
-        energy = float(exact[name].square().sum())
-        measured = statistics.mean(squares) / energy
-        rows.append({
-            "model": options.model,
-            "precision": options.precision,
-            "batch": options.batch,
-            "loss": loss,
-            "noise": noise,
-            "site": site,
-            "bound": str(bounds.get(site, "")),
-            "share": figures.share,
-            "predicted": figures.predicted,
-            "measured": measured,
-            "ratio": measured / figures.predicted,
-            "energy": energy / square(exact),
-            "total": statistics.mean(total),
-            "total_min": min(total),
-            "total_max": max(total),
-            "held_less": held,
-            "plain_rerun": again,
-            "seeds": options.seeds,
-            "torch": torch.__version__,
-            "device": torch.cuda.get_device_name() if bench.device.type == "cuda" else "cpu",
-        })  # fmt: skip
+            if site in rows or figures.predicted is None or name not in exact:
+                continue
+            measured = drawn.mean(name) / energies[name]
+            rows[site] = {
+                "site": site, "bound": bounds.get(site, ""), "share": figures.share, "predicted": figures.predicted,
+                "measured": measured, "ratio": measured / figures.predicted, "energy": energies[name] / energy,
+            }  # fmt: skip
+    return shared, list(rows.values())
+
+
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row for each weight and each noise."""
+    arguments.require_positive(options, "batch", "warm", "updates", "draws")
+    levels = [specs.parse_value(text) for text in specs.split(options.noise)]
+    device = arguments.find_device(options)
+    precision = specs.choose("precision", options.precision, workload.PRECISIONS)[0]
+    load = workload.find_workload(options.model, specs.parse_options(options.set), tiny=options.tiny)
+    out = ResultFile(arguments.find_out(options), COLUMNS).begin()
+    names = ("batch", "precision", "coder", "seed", "warm", "updates", "draws")
+    described = describe_environment(device, options.revision) | {name: getattr(options, name) for name in names}
+    given = [*(["tiny"] if options.tiny else []), *options.set]
+    described |= {"model": load.name, "options": " ".join(given)}
+    begin, rows = time.perf_counter(), []
+    with workload.applied(precision):
+        bench = Bench(options, load, device)
+        described["channels_last"] = bench.task.channels_last
+        loss = bench.train(options.warm)
+        arguments.say(f"{_since(begin)} {load.name}: loss {loss:.4f} after {options.warm} steps of plain training")
+        tide = bench.attach(bench.task.model, noise=levels[0], optimizer=bench.task.optimizer)
+        for noise in levels:
+            tide.controller.noise = noise  # type: ignore[attr-defined]
+            loss = bench.train(PERIOD * options.updates)
+            arguments.say(f"{_since(begin)} noise {noise:g}: bounds are set, loss {loss:.4f}")
+            shared, found = measure(bench, tide, noise)
+            for row in found:
+                rows.append({**described, "date": now(), "noise": noise, "loss": loss, **shared, **row})
+                out.append(rows[-1])
+            arguments.say(f"{_since(begin)} noise {noise:g}: {len(found)} weights, total {shared['total']:.4g}")
+        tide.detach()
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--model", default="resnet50", help="of the zoo: resnet18, resnet50, gpt, gpt2_small, ...")
-    add("--batch", type=int, default=256)
-    add("--size", type=int, default=224, help="of pictures, in pixels")
-    add("--noise", type=float, nargs="+", default=[1e-3, 1e-2, 1e-1])
-    add("--warm", type=int, default=60, help="steps of plain training")
-    add("--set", type=int, default=20, help="steps in which bounds are set, an update every two of them")
-    add("--seeds", type=int, default=4)
-    add("--lr", type=float)
-    add("--precision", choices=["tf32", "fp32", "bf16"], default="tf32")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--tiny", action="store_true", help="the smallest form of the model, to try this file")
-    add("--out", type=Path, help="add the rows to this CSV file")
-    options = parser.parse_args()
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.precision == "tf32"
-    bench = Bench(options)
-    print(f"{options.model}: loss {bench.train(range(options.warm)):.4f} after {options.warm} steps of plain training")
-    rows = [row for noise in options.noise for row in measure(bench, noise, options)]
+def _since(begin: float) -> str:
+    return f"[{time.perf_counter() - begin:6.1f} s]"
+
+
+def show(rows: list[dict[str, Any]]) -> list[str]:
+    """Measured over predicted: the range over all weights, and how many lie between 0.8 and 1.25."""
     shown = []
-    for noise in options.noise:
-        ratios = sorted(row["ratio"] for row in rows if row["noise"] == noise)
-        one = next(row for row in rows if row["noise"] == noise)
-        figures = (ratios[0], statistics.median(ratios), ratios[-1], one["total"], one["held_less"])
-        shown.append((f"{noise:g}", str(len(ratios)), *(f"{figure:.3g}" for figure in figures)))
-    heads = ("noise", "weights", "least", "median", "most", "total share", "held less")
-    print("measured over predicted:")
-    print("\n".join(table(heads, shown)))
-    if options.out:
-        is_new = not options.out.exists()
-        with options.out.open("a", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-            if is_new:
-                writer.writeheader()
-            writer.writerows(rows)
+    for noise in dict.fromkeys(row["noise"] for row in rows):
+        mine = [row for row in rows if row["noise"] == noise]
+        ratios = sorted(row["ratio"] for row in mine)
+        good = sum(0.8 <= ratio <= 1.25 for ratio in ratios)
+        figures = (ratios[0], statistics.median(ratios), ratios[-1], *(mine[0][name] for name in ("total", "floor")))
+        cells = [f"{figure:.3g}" for figure in figures]
+        shown.append((f"{noise:g}", str(len(ratios)), *cells[:3], str(good), *cells[3:], _times(mine[0])))
+    heads = ("noise", "weights", "least", "median", "most", "0.8 to 1.25", "total", "floor", "held")
+    return ["measured over predicted noise of weights, and the noise in total", *table(heads, shown)]
+
+
+def _times(row: dict[str, Any]) -> str:
+    return f"{row['held_x_less']:.2f}x less"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    configure(parser)
+    options = parser.parse_args()
+    try:
+        rows = run(options)
+    except LowtideError as error:
+        if options.traceback:
+            raise
+        print(f"noise.py: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(show(rows)))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -157,6 +157,7 @@ class Run(Section):
     device: str | None = _setting(None, str, "cuda, cuda:1 or cpu (default: cuda if there is one)")
     log_every: int = _setting(20, int, "steps between two lines of metrics", low=1)
     checkpoint_every: int = _setting(0, int, "steps between checkpoints; 0: at the end of each epoch", low=0)
+    checkpoints: bool = _setting(True, bool, "write them; without, only a signal makes the run write one")
 
 
 @dataclass(frozen=True, slots=True)

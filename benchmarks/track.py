@@ -1,0 +1,215 @@
+"""Does a noise budget hold while a net is trained? Total gradient noise and ratios, layer by layer, over a run.
+
+    PYTHONPATH=src python benchmarks/track.py --data cifar10:PATH --batch 512 --precision bf16 --channels-last
+    PYTHONPATH=src python benchmarks/track.py --data digits --tiny --device cpu --batch 32 --steps 40 --every 10
+
+Trains as ``lowtide train`` does (docs/train.md): data and augmentation on the device, SGD, one cycle of the learning
+rate, method ``budget`` at its default period. Every ``--every`` steps, with the weights held still, the gradient g of
+the batch that comes next is computed plainly, and g' for several draws of the dither under the bounds in force:
+- ``noise`` is the mean of |g' - g|^2 / |g|^2 over the draws, all parameters together;
+- ``floor`` is the same for a second plain run: what the device does not repeat;
+- ``ratio`` is bytes that plain training holds at the end of forward over those that are held.
+Measuring is done on a copy of the model whose session continues from the state of the one in training: running
+statistics, random numbers and the controller of the run do not notice. Rows are appended to a CSV file, and those of
+single sites to a second one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lowtide import attach
+from lowtide.app import data, zoo
+from lowtide.app.bench import arguments, specs
+from lowtide.app.bench.rows import ENVIRONMENT, ResultFile, describe_environment, now
+from lowtide.app.train.config import PRECISIONS, Config
+from lowtide.app.train.prepare import understand
+from lowtide.app.train.trainer import Trainer, as_logits, settings
+from lowtide.errors import LowtideError
+from lowtide.reports.text import table
+
+METHOD = "budget"
+RUN = (*ENVIRONMENT, "model", "options", "data", "batch", "precision", "channels_last", "seed", "steps", "budget")
+COLUMNS = (
+    *RUN,
+    *("draws", "step", "lr", "loss", "noise", "noise_min", "noise_max", "floor", "raw", "held", "ratio", "events"),
+    "elapsed_s",
+)
+SITE_COLUMNS = (*RUN, "step", "site", "module", "need", "codec", "bound", "raw", "held", "ratio")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", nargs="?", default="resnet18", help="a model of the zoo (default: %(default)s)")
+    add("--data", default="digits", help="digits, cifar10:PATH, or another set of pictures (default: %(default)s)")
+    add("--batch", type=int, default=512, help="samples in a batch (default: %(default)s)")
+    add("--steps", type=int, default=2000, help="to train (default: %(default)s)")
+    add("--every", type=int, default=200, help="steps between two measurements (default: %(default)s)")
+    add("--noise", type=float, default=0.01, help="the budget (default: %(default)s)")
+    add("--draws", type=int, default=4, help="of the dither, whose mean counts (default: %(default)s)")
+    add("--precision", default="bf16", help=f"one of {', '.join(PRECISIONS[:3])} (default: %(default)s)")
+    add("--channels-last", action="store_true", help="memory layout of conv nets")
+    add(
+        "--sites", default="benchmarks/results/track_sites.csv",
+        help="CSV file for the rows of single sites, - for none (default: %(default)s)",
+    )  # fmt: skip
+    arguments.add_model(parser)
+    arguments.add_shared(parser, out="benchmarks/results/track.csv")
+
+
+def prepare(options: argparse.Namespace, device: torch.device) -> Trainer:
+    """A run of as many whole epochs as have ``--steps`` steps; the learning rate follows its cycle over all of them."""
+    name, path = data.parse(options.data)
+    tiny = {key: value for key, value in zoo.describe(options.model).tiny.items() if key in ("width", "stem")}
+    given = {**(tiny if options.tiny else {}), **specs.parse_options(options.set)}
+    train = {name: getattr(options, name) for name in ("batch", "seed", "precision", "channels_last")}
+    config = Config.read({
+        "model": {"name": options.model, "options": given},
+        "data": {"name": name, "path": path},
+        "method": {"name": METHOD, "options": {"noise": options.noise}},
+        "train": train,
+    })  # fmt: skip
+    config, found, model = understand(config)
+    epochs = math.ceil(options.steps / max(found.train.per_epoch // options.batch, 1))
+    return Trainer(config.replace(train={"epochs": epochs}), found, model, device)
+
+
+class Gradients:
+    """Gradients of one batch at the weights of a trainer, computed on copies of its model."""
+
+    def __init__(self, trainer: Trainer, number: int) -> None:
+        self._trainer = trainer
+        inputs, self._targets = trainer.batches.training(number)
+        self._inputs = inputs if trainer.pictures is None else trainer.pictures.training(inputs, number)
+
+    def of(self, model: nn.Module) -> list[Tensor]:
+        train, device = self._trainer.config.train, self._trainer.device
+        model.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16, enabled=train.precision == "bf16"):
+            output = model(self._inputs)
+        F.cross_entropy(as_logits(output).float(), self._targets, label_smoothing=train.label_smoothing).backward()
+        return [item.grad for item in model.parameters() if item.grad is not None]
+
+
+def measure(trainer: Trainer, number: int, draws: int) -> dict[str, float]:
+    """The noise of step ``number``, which comes next, without taking it."""
+    assert trainer.session is not None
+    batch, plain, lossy = Gradients(trainer, number), copy.deepcopy(trainer.model), copy.deepcopy(trainer.model)
+    exact = [part.clone() for part in batch.of(plain)]
+    energy = distance(exact)
+    floor = distance(batch.of(plain), exact) / energy
+    # Values do not depend on the coder, and this one has no tables that would have to be fitted first.
+    options = {**trainer.config.method.options, "coder": "blocks", "seed": trainer.config.train.seed}
+    probe = attach(lossy, METHOD, **options)
+    probe.load_state_dict(trainer.session.state_dict())
+    found = [distance(batch.of(lossy), exact) / energy for _ in range(draws)]  # dither differs from pass to pass
+    probe.detach()
+    return {"noise": statistics.mean(found), "noise_min": min(found), "noise_max": max(found), "floor": floor}
+
+
+def distance(one: list[Tensor], other: list[Tensor] | None = None) -> float:
+    """Squared, over all parameters; one copy to the host."""
+    parts = one if other is None else [a - b for a, b in zip(one, other, strict=True)]
+    return float(torch.stack([part.double().square().sum() for part in parts]).sum())
+
+
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row for each measurement."""
+    arguments.require_positive(options, "batch", "steps", "every", "draws")
+    device = arguments.find_device(options)
+    specs.choose("precision", options.precision, PRECISIONS[:3])
+    out = ResultFile(arguments.find_out(options), COLUMNS).begin()
+    sites = ResultFile(None if options.sites == "-" else Path(options.sites), SITE_COLUMNS).begin()
+    begin = time.perf_counter()
+    trainer = prepare(options, device)
+    shared = describe(options, trainer, device)
+    rows: list[dict[str, Any]] = []
+    arguments.say(f"{options.model} on {options.data}: {options.steps} steps at batch {options.batch}")
+    with settings(trainer.config, device):
+        for number in range(options.steps):
+            loss = trainer.step(number)
+            done = number + 1
+            if done % options.every and done != options.steps:
+                continue
+            row = {**shared, "date": now(), "step": done, "lr": trainer.rate(number), "loss": float(loss)}
+            row |= held(trainer) | measure(trainer, done, options.draws)
+            row |= {"draws": options.draws, "elapsed_s": time.perf_counter() - begin}
+            out.append(row)
+            rows.append(row)
+            write_sites(sites, trainer, {**shared, "date": row["date"], "step": done})
+            arguments.say(f"[{row['elapsed_s']:6.1f} s] step {done}: {progress(row)}")
+    trainer.close()
+    return rows
+
+
+def describe(options: argparse.Namespace, trainer: Trainer, device: torch.device) -> dict[str, Any]:
+    names = ("model", "batch", "precision", "channels_last", "seed", "steps")
+    row: dict[str, Any] = {name: getattr(options, name) for name in names}
+    given = " ".join(f"{key}={value}" for key, value in trainer.config.model.options.items())
+    row |= {"options": given, "data": trainer.config.data.name, "budget": options.noise}
+    return describe_environment(device, options.revision) | row
+
+
+def held(trainer: Trainer) -> dict[str, Any]:
+    """At the end of the last step's forward, as the ledger counts it."""
+    raw, kept = trainer.meter.raw, trainer.meter.held
+    assert raw is not None and kept is not None and trainer.session is not None
+    return {"raw": raw, "held": kept, "ratio": raw / kept, "events": len(trainer.session.report().events)}
+
+
+def write_sites(sites: ResultFile, trainer: Trainer, shared: dict[str, Any]) -> None:
+    assert trainer.session is not None
+    for entry in trainer.session.report().sites:
+        row = {**shared, "site": entry.name, "raw": entry.raw_nbytes, "held": entry.held_nbytes}
+        row |= {name: getattr(entry, name) for name in ("module", "need", "codec", "bound")}
+        row["ratio"] = entry.raw_nbytes / entry.held_nbytes if entry.held_nbytes else None
+        sites.append(row)
+
+
+def progress(row: dict[str, Any]) -> str:
+    return f"loss {row['loss']:.4f}, noise {row['noise']:.3%}, {row['ratio']:.2f}x less held"
+
+
+def show(rows: list[dict[str, Any]]) -> list[str]:
+    cells = [
+        (
+            str(row["step"]), f"{row['lr']:.3g}", f"{row['loss']:.4f}", f"{row['noise']:.3%}",
+            f"{row['noise_min']:.3%} to {row['noise_max']:.3%}", f"{row['floor']:.2g}", f"{row['ratio']:.2f}x",
+            str(row["events"]),
+        )
+        for row in rows
+    ]  # fmt: skip
+    heads = ("step", "lr", "loss", "total noise", "draws", "floor", "held less", "events")
+    noises = [row["noise"] for row in rows]
+    found = f"{min(noises):.3%} to {max(noises):.3%}, {statistics.mean(noises):.3%} in the mean"
+    return [*table(heads, cells), f"a budget of {rows[0]['budget']:.3%} gave {found}"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    configure(parser)
+    options = parser.parse_args()
+    try:
+        rows = run(options)
+    except LowtideError as error:
+        if options.traceback:
+            raise
+        print(f"track.py: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(show(rows)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
