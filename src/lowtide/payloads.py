@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections import deque
 
+import torch
 from torch import Tensor
 
 from lowtide.codecs import Codec
@@ -58,7 +59,7 @@ class Payload:
 class Pending:
     """A payload whose encoder has yet to say how it went; until then its tensor is kept, to be encoded again [15]."""
 
-    __slots__ = ("_encoded", "_memo", "_payload", "_plan", "_raw", "_store", "_ticket", "nbytes", "waiting")
+    __slots__ = ("_encoded", "_memo", "_payload", "_plan", "_raw", "_store", "_ticket", "device", "nbytes", "waiting")
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class Pending:
         self._raw: Tensor | None = raw
         self._memo, self._ticket, self._store = memo, ticket, store
         self._plan = memo.plan if memo is not None else None
-        self.nbytes = raw.nbytes
+        self.nbytes, self.device = raw.nbytes, raw.device
         self.waiting = waiting
         payload.pending = self
 
@@ -109,6 +110,8 @@ class Waiting:
         self._lock = threading.Lock()  # forward adds to it, backward, in a thread of its own, takes from it
         self._queue: deque[Pending] = deque()
         self._nbytes = 0
+        self._most = 0  # bytes that may be kept without looking for room again
+        self._saves = 0
 
     def add(self, pending: Pending) -> None:
         """Keep the tensor until its encoder has reported; wait for the oldest if too much is kept."""
@@ -117,8 +120,18 @@ class Waiting:
             self._nbytes += pending.nbytes
             self._take_known()
             most = max(MOST_PENDING, self._ledger.raw_usual * PENDING_SHARE)
+            if self._nbytes > most:
+                most = max(most, self._extend(pending.device))
             while len(self._queue) > 1 and self._nbytes > most:
                 self._take_oldest()
+
+    def _extend(self, device: torch.device) -> int:
+        """Bytes that may be kept beyond the usual where that raises no peak; looked up at every fourth save or so."""
+        self._saves += 1
+        if self._nbytes > self._most or self._saves % 4 == 0:
+            room = slack(device)
+            self._most = self._nbytes + room // 2 if room else 0
+        return self._most
 
     def let_go(self) -> None:
         """Let go of the tensors whose encoders have reported; does not wait."""
@@ -134,3 +147,11 @@ class Waiting:
         oldest = self._queue.popleft()
         self._nbytes -= oldest.nbytes
         oldest.settle()
+
+
+def slack(device: torch.device) -> int:
+    """Bytes by which the memory in use on a GPU is below its highest so far: kept there, tensors raise no peak."""
+    if device.type != "cuda":
+        return 0
+    bytes_in_use = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
+    return max(int(bytes_in_use["peak"] * 0.95) - int(bytes_in_use["current"]), 0)

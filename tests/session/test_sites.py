@@ -296,6 +296,29 @@ def test_only_so_much_is_kept_for_reports(late: Late, monkeypatch: pytest.Monkey
     session.detach()
 
 
+@pytest.mark.parametrize("room", [0, 4, 1000])
+def test_more_is_kept_while_that_raises_no_peak(late: Late, monkeypatch, room: int):
+    x = torch.randn(64, 64)
+    model = nn.Sequential(*[layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.Tanh())])
+    session = lowtide.attach(model)
+    gradients(model, x)
+    late.device.silent = True
+    monkeypatch.setattr(payloads, "MOST_PENDING", 3 * x.nbytes)
+    monkeypatch.setattr("lowtide.kernels._tickets.time.sleep", lambda seconds: late.device.report())
+    most = []
+    add = payloads.Waiting.add
+
+    def note(self: payloads.Waiting, pending: payloads.Pending) -> None:
+        add(self, pending)
+        most.append(self._nbytes // x.nbytes)
+
+    monkeypatch.setattr(payloads.Waiting, "add", note)
+    monkeypatch.setattr(payloads, "slack", lambda device: max(room - most[-1], 0) * x.nbytes)
+    gradients(model, x)
+    assert (max(most) == 3) if not room else (3 < max(most) <= max(room, 12))
+    session.detach()
+
+
 def test_a_graph_that_is_dropped_leaves_nothing_to_wait_for(late: Late):
     model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), torch.randn(64, 64)
     session = lowtide.attach(model)
