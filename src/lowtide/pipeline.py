@@ -229,8 +229,9 @@ class Pipeline:
         if recipe.decision.bound is not None:
             if memo is None:
                 memo = recipe.memo = self.sites.recall(x, recipe.decision.bound, site, need)
-            rate = memo.rate + (memo.moved and _MOVED_RATE)
+            extra = _MOVED_RATE if memo.moved else 0.0
             self.sites.prepare(memo, x, codec, site, need)
+            rate = memo.rate + extra
             bound = memo.bound
             if memo.plan is not None:
                 options["plan"] = memo.plan
@@ -242,11 +243,12 @@ class Pipeline:
             if memo is not None:
                 options["capacity"] = codec.room(rate * x.numel())  # type: ignore[attr-defined]
         encoded = codec.encode(x, bound, **options)
-        held = self.store.put(encoded)
+        store = recipe.decision.store or self.store
+        held = store.put(encoded)
         self.coded += 1
         payload = Payload(codec, held, self.ledger, witness)
         if ticket is not None:
-            self._waiting.add(Pending(payload, encoded, x, memo, ticket, self.store, self._waiting))
+            self._waiting.add(Pending(payload, encoded, x, memo, ticket, store, self._waiting))
         elif memo is not None and "words" in encoded.tensors:
             memo.rate = encoded.tensors["words"].numel() / max(x.numel(), 1)
         return payload, held.nbytes

@@ -7,13 +7,14 @@ costs one pass over the tensor and no statistics. Bounds per row, or per channel
 and are measured at every save.
 
 Nothing here waits for a GPU, except at the first save of a site: the codes of a sample travel to the host while the
-step goes on, a thread fits a model to them, and the site's saves use it when it is there. That changes sizes, never
-values.
+step goes on, a thread fits a model to them, and the site's saves use it when it is there. Where a bound has moved by
+more than a fifth, the coder does without a model in the meantime. That changes sizes, never values.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.bounds import BoundSource
+from lowtide.bounds import BoundRule, BoundSource
 from lowtide.codecs import Codec
 from lowtide.errors import StateError
 from lowtide.records import Bound, Need, Site
@@ -30,6 +31,8 @@ from lowtide.records import Bound, Need, Site
 _EARLY = 17  # saves, after which a model that still does as well as it did is kept
 _SETTLED = 8  # saves after a model was made, when payloads have the size that it gives
 _DRIFT = 0.02
+_LEAP = 0.26  # bits between two bounds beyond which the model of one does not serve the other
+_AT_REST = 3  # saves under the same bound
 
 
 class Survey:
@@ -53,6 +56,14 @@ class Survey:
         return self._fitting.result() if self._fitting is not None and self._fitting.done() else None
 
 
+def _leap(before: BoundSource | str, after: BoundSource) -> float:
+    """By how many bits a bound has become smaller, if the model of one does not serve the other; else 0."""
+    if not isinstance(before, BoundRule) or not isinstance(after, BoundRule) or before.unit != after.unit:
+        return math.inf
+    bits = math.log2(before.value / after.value)
+    return bits if abs(bits) > _LEAP else 0.0
+
+
 @cache
 def _worker() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="lowtide")
@@ -72,6 +83,8 @@ class Memo:
     usual: float = 0.0  # the same, some saves after the model was made
     fitted: int = 0  # the save at which that was
     moved: bool = False  # the source of the bound is another than at the last save
+    leap: float = 0.0  # and so much smaller, in bits, that the model no longer fits; or larger, where negative
+    leapt: int = 0  # the save after which that happened last, 0: a model that fits has come since
 
     @property
     def has_drifted(self) -> bool:
@@ -97,6 +110,7 @@ class Sites:
             memo = self._memos[key] = Memo(source, source.resolve(x, need))
         elif memo.source is not source:
             memo.moved = memo.source != (str(source) if isinstance(memo.source, str) else source)
+            memo.leap = _leap(memo.source, source) if memo.moved else 0.0
             memo.source = source
         return memo
 
@@ -126,14 +140,25 @@ class Sites:
         if moved:
             grid = grid if grid is not None else codec.grid(x, memo.bound)
             memo.plan = dataclasses.replace(memo.plan, grid=grid)
+        if memo.leap:
+            # Codes of another bound are other symbols: until they have been looked at, they go without a model.
+            memo.plan = dataclasses.replace(memo.plan, model=None)
+            if memo.rate:
+                memo.rate = 1.2 * memo.rate + (1 + max(memo.leap, 0)) / 32 if math.isfinite(memo.leap) else 0.0
+            memo.leap, memo.leapt, memo.survey = 0.0, memo.saves, None
         if memo.survey is not None:
             fitted = memo.survey.model(codec, memo, x.numel())
             if fitted is not None:
                 memo.plan = dataclasses.replace(memo.plan, model=fitted.model)
                 memo.survey = None
-                memo.fitted, memo.usual = memo.saves, 0.0
-        elif due and getattr(codec, "learns", True) and (memo.moved or memo.has_drifted):
+                memo.fitted, memo.usual, memo.leapt = memo.saves, 0.0, 0
+        elif getattr(codec, "learns", True) and self._wants_model(memo, due):
             memo.survey = Survey(codec.survey(x, memo.plan.grid))
+
+    def _wants_model(self, memo: Memo, due: bool) -> bool:
+        if memo.leapt:  # a bound that has just leapt may do so again
+            return memo.saves - memo.leapt == _AT_REST or (due and not memo.moved)
+        return due and (memo.moved or memo.has_drifted)
 
     def may_be_mask(self, site: Site) -> bool:
         return site.name not in self._not_two_valued

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import math
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,6 +109,32 @@ def test_a_model_that_does_as_well_as_it_did_is_kept(rate: float, surveys: int, 
         if save == 60:
             taken.clear()
     assert len(taken) == surveys, "payloads had another size once, and the model that followed them is kept again"
+
+
+def test_a_bound_that_leaps_does_without_a_model_until_it_is_at_rest():
+    """A survey of codes under another bound must not end up as the model, and the room grows with the codes."""
+    sites, codec = Sites(refresh=64), Sz(coder="rans")
+
+    def save(rule: str) -> Any:
+        memo = recall(sites, torch.randn(8, 6, 500), BoundRule.parse(rule), CHANNEL, codec)
+        if memo.survey is not None:
+            while memo.survey.model(codec, memo, 24000) is None:
+                pass
+        memo.rate = memo.rate or 0.05
+        return memo
+
+    first = save("1.0 std").plan.model
+    assert save("1.0 std").survey is not None
+    assert save("1.1 std").plan.model is not None, "a step is no leap"
+    memo = save("0.5 std")
+    assert memo.plan.model is None and memo.survey is None
+    assert memo.rate == pytest.approx(1.2 * 0.05 + (1 + math.log2(2.2)) / 32)
+    assert save("0.25 std").plan.model is None
+    assert save("0.25 std").survey is None and save("0.25 std").survey is None, "it may leap again"
+    assert save("0.25 std").survey is not None
+    last = save("0.25 std").plan.model
+    assert last is not None and last.alphabet.size > first.alphabet.size
+    assert save("0.25 std").plan.model is last and save("0.3 std").plan.model is None
 
 
 def test_whether_zero_has_a_code_is_decided_once():
