@@ -89,7 +89,7 @@ PAYLOADS = {
     "division_specials": lambda: coded("division", with_specials(ramp(400)).view(4, 100)),
     "division_fp64": lambda: coded("division", ramp(200, dtype=torch.float64) * 3),
     "division_faithful": lambda: coded("division", ramp(588).view(1, 3, 14, 14), faithful=True),
-    # Its transform is a matrix product, whose last bits are the machine's: only what has none is written down.
+    "jpeg_act": lambda: coded("jpeg_act", ramp(1200).view(2, 3, 10, 20)),
     "jpeg_act_rows": lambda: coded("jpeg_act", with_specials(ramp(600).view(30, 20).view(-1)).view(30, 20)),
     "lossless": lambda: coded("lossless", with_specials(ramp(2000))),
     "lossless_zeros": lambda: coded("lossless", ramp(2000).relu_()),
@@ -173,6 +173,7 @@ DIGESTS = {
     "division_specials": "4aad825943dc88a046a232a2f62f8228",
     "division_fp64": "b4e7c55ccd16d46f7fe9492fa1c47e45",
     "division_faithful": "9fc36b61ef182b9a661df59fcdf0d5bb",
+    "jpeg_act": "4636c321b7edcc6a5dbb1bc57a0209c8",
     "jpeg_act_rows": "1282323cbe98385ee136fd15f0c394c5",
     "lossless": "14940e321f93d285941f56029ab115b4",
     "lossless_zeros": "01205cb3d7f7bfdf3f25ee417056b266",

@@ -27,6 +27,12 @@ def make_cases() -> Iterator[Case]:
         yield create("norm_groups", bits=4, per="row"), x.flatten(0, 1).flatten(1)
         yield create("norm_groups", bits=4, per="row"), torch.randn(3, 300).to(dtype)
         yield create("sample_groups", bits=1.5), x
+        whole = torch.randn(6, 8, 8, 8).to(dtype) * torch.rand(6, 1, 1, 1).to(dtype)
+        whole[2, 0, 0, 0] = torch.nan
+        for bits in (1.5, 2, 2.9, 7.99):  # samples that are whole groups; of one width in the second and the last
+            yield create("sample_groups", bits=bits), whole
+        yield create("sample_groups", bits=3, group=64), whole.contiguous(memory_format=torch.channels_last)
+        yield create("norm_groups", bits=3.0), whole
 
 
 def check(case: Case, device: torch.device) -> None:

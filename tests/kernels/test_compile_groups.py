@@ -21,15 +21,23 @@ from lowtide.codecs.groups import Groups
 from lowtide.kernels import groups
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-# dtype, bits, dither, type of the element count: every value of each occurs, not every combination.
+# dtype, bits, dither, type of the element count, all groups or those of chosen rows: every value of each occurs, not
+# every combination.
 ENCODERS = [
-    ("fp32", 2, True, "i32"),
-    ("bf16", 2, True, "i64"),
-    ("fp16", 4, False, "i32"),
-    ("bf16", 1, True, "i32"),
-    ("fp32", 8, True, "i32"),
+    ("fp32", 2, True, "i32", "all"),
+    ("bf16", 2, True, "i64", "chosen"),
+    ("fp16", 4, False, "i32", "all"),
+    ("bf16", 1, True, "i32", "all"),
+    ("fp32", 8, True, "i32", "all"),
+    ("fp32", 2, True, "i32", "chosen"),
 ]
-DECODERS = [("fp32", 2, "i32"), ("bf16", 2, "i64"), ("fp16", 1, "i32"), ("bf16", 8, "i32"), ("fp32", 4, "i32")]
+DECODERS = [
+    ("fp32", 2, "i32", "all"),
+    ("bf16", 2, "i64", "chosen"),
+    ("fp16", 1, "i32", "all"),
+    ("bf16", 8, "i32", "all"),
+    ("fp32", 4, "i32", "chosen"),
+]
 # Registers of a thread now, at most, by kernel and the size of an element: with 128 of them four blocks of four warps
 # run on a multiprocessor, which holds enough reads in flight.
 REGISTERS = {("encode", 4): 96, ("encode", 2): 128, ("decode", 4): 40, ("decode", 2): 64}
@@ -47,17 +55,19 @@ def _options() -> dict[str, Any]:
     return {"num_warps": groups._WARPS, **groups._EXACT}
 
 
-def build_encoder(target: Any, dtype: str, bits: int, dithered: bool, count: str) -> Any:
+def build_encoder(target: Any, dtype: str, bits: int, dithered: bool, count: str, which: str) -> Any:
     tile = groups._tile(Groups(bits), DTYPES[dtype])
     types = {"x_ptr": f"*{dtype}", "low_ptr": f"*{dtype}", "scale_ptr": "*i16", "codes_ptr": "*u8", "count": count}
-    constants = {"BITS": bits, "GROUP": 256, "GROUPS": tile, "DITHER": dithered}
+    types["index_ptr"] = "*i64"
+    constants = {"BITS": bits, "GROUP": 256, "GROUPS": tile, "CHOSEN": which == "chosen", "DITHER": dithered}
     return build(groups._encode, types, constants, target, **_options())
 
 
-def build_decoder(target: Any, dtype: str, bits: int, count: str) -> Any:
+def build_decoder(target: Any, dtype: str, bits: int, count: str, which: str) -> Any:
     tile = groups._tile(Groups(bits), DTYPES[dtype])
     types = {"y_ptr": f"*{dtype}", "low_ptr": f"*{dtype}", "scale_ptr": "*bf16", "codes_ptr": "*u8", "count": count}
-    constants = {"BITS": bits, "GROUP": 256, "GROUPS": tile, "SOFT": False}
+    types["index_ptr"] = "*i64"
+    constants = {"BITS": bits, "GROUP": 256, "GROUPS": tile, "CHOSEN": which == "chosen", "SOFT": False}
     constants["LARGEST"] = torch.finfo(DTYPES[dtype]).max
     return build(groups._decode, types, constants, target, **_options())
 

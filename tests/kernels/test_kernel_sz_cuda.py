@@ -122,8 +122,8 @@ class Instance:
         return replace(plan, model=rans._fit(q, zero if self.zeros else None, self.values, x.numel()))
 
 
-KINDS = ["tensor", "runs", "inner", "mixed", "any"]
-TENSOR, RUNS, INNER, MIXED, ANY = range(5)
+KINDS = ["tensor", "runs", "inner", "mixed", "any", "many", "fixed"]
+TENSOR, RUNS, INNER, MIXED, ANY, MANY, FIXED = range(7)
 # Every value of every parameter occurs with every coder, and the kinds with both sizes of values; not all combinations.
 INSTANCES = [
     Instance(F32, TENSOR),
@@ -142,6 +142,12 @@ INSTANCES = [
     Instance(F16, MIXED, "rans", "nearest", zeros=True, values=1),
     Instance(F32, ANY, "rans", "nearest", values=4),
     Instance(BF16, ANY, "rans", zeros=True, values=3),
+    Instance(F32, RUNS, "rans", values=3),
+    Instance(F32, MANY, "rans", "nearest", values=2),
+    Instance(BF16, FIXED, "rans", values=3),
+    Instance(F16, FIXED, "rans", zeros=True, values=4),
+    Instance(BF16, MANY, zeros=True),
+    Instance(F32, FIXED),
 ]
 # Shapes, orders of the axes in memory, and axes of the bound, by kind.
 LAYOUTS: dict[int, list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]] = {
@@ -149,6 +155,8 @@ LAYOUTS: dict[int, list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
     RUNS: [((3, 5, 12, 50), (0, 1, 2, 3), (1,)), ((2, 9, 500), (0, 1, 2), (0, 1)), ((33, 300), (0, 1), (0,))],
     INNER: [((6, 12, 11, 9), (0, 2, 3, 1), (1,)), ((700, 12), (0, 1), (1,)), ((30, 320), (0, 1), (1,))],
     MIXED: [((6, 7, 13, 15), (0, 1, 2, 3), (1,)), ((6, 7, 13, 15), (0, 2, 3, 1), (1,)), ((81, 101), (0, 1), (0,))],
+    MANY: [((2100, 8), (0, 1), (0,))],
+    FIXED: [((6, 16, 11, 9), (0, 2, 3, 1), (1,)), ((70, 128), (0, 1), (1,)), ((2500, 4), (0, 1), (1,))],
     ANY: [((500, 7, 3), (0, 1, 2), (1,)), ((3, 7, 13, 25), (0, 2, 3, 1), (0, 1)), ((4000, 2), (0, 1), (1,))],
 }
 
@@ -441,18 +449,20 @@ COMPILED = [
     ("rans_encode", "float", RUNS, 0, True, 3, False),
     ("rans_encode", "Half", INNER, 1, True, 2, False),
     ("rans_encode", "Bfloat", INNER, 0, True, 3, False),
+    ("rans_encode", "Bfloat", FIXED, 0, True, 3, False),
     ("rans_encode", "Bfloat", ANY, 1, True, 1, False),
     ("rans_decode", "Bfloat", TENSOR, 1, True, 4, False),
     ("rans_decode", "float", RUNS, 0, True, 2, False),
     ("rans_decode", "Half", INNER, 1, False, 3, False),
     ("rans_decode", "Bfloat", INNER, 0, True, 3, False),
+    ("rans_decode", "Bfloat", FIXED, 0, True, 3, False),
     ("rans_decode", "Bfloat", TENSOR, 1, True, 1, True),
 ]
 # Bytes that kernels held to few registers spill for now, at most: none but these do.
 SPILLED = {
     ("sm_80", "blocks_encode<float, 0, 0, true>"): 8,
     ("sm_80", "blocks_decode<Bfloat, 0, 1, true, false>"): 8,
-    ("sm_90", "blocks_encode<Bfloat, 1, 1, true>"): 56,
+    ("sm_90", "blocks_encode<Bfloat, 1, 1, true>"): 64,
     ("sm_90", "blocks_decode<Bfloat, 0, 1, true, false>"): 8,
     ("sm_100", "blocks_encode<float, 0, 0, true>"): 24,
     ("sm_100", "blocks_decode<Bfloat, 0, 1, true, false>"): 8,

@@ -59,28 +59,47 @@ class CuSz:
         return dtype in _DTYPES
 
     def encode(self, x: Tensor, bound: Bound | None = None, *, seed: int = 0) -> Encoded:
-        if not self.accepts(x.dtype):
-            raise DtypeError(f"cusz stores {', '.join(map(str, _DTYPES))}; got {x.dtype}")
-        if bound is None:
-            raise BoundError("cusz needs an error bound: pass Bound.absolute(...) or a relative rule")
-        spec = layout.spec_of(x)
-        bound.check_shape(spec)
-        grid = Grid.of(bound, x.dtype, x.device, self.rounding)
+        spec, grid = layout.spec_of(x), self.grid(x, bound)
         flat = layout.memory_view(x)
         q, lost = _quantise(flat, spec, grid, seed)
-        if int(lost.sum()) > spec.numel * _MANY:
-            return Encoded(self.name, self.version, spec, {"kind": "raw"}, {"raw": flat.clone()})
+        if has_too_many(int(lost.sum()), spec):
+            return self.raw(x)
         codes = Planes.of(spec.shape).split(layout.restore(q, spec))
         predicted = self.prediction != "none" and spec.numel > 0
         if predicted:
             residuals = lorenzo.difference(codes)
-            predicted = self.prediction == "lorenzo" or _cost(residuals) < _cost(codes)
+            predicted = self.prediction == "lorenzo" or lorenzo.cost(residuals) < lorenzo.cost(codes)
             codes = residuals if predicted else codes
-        coded, parts = integers.write(codes.flatten(), self.coder)
+        coded = integers.write(codes.flatten(), self.coder)
+        return self.payload(spec, grid, seed, predicted, coded, escapes.gather(flat, lost))
+
+    def grid(self, x: Tensor, bound: Bound | None) -> Grid:
+        """The steps for ``x`` under ``bound``; refuses what cannot be promised."""
+        if not self.accepts(x.dtype):
+            raise DtypeError(f"cusz stores {', '.join(map(str, _DTYPES))}; got {x.dtype}")
+        if bound is None:
+            raise BoundError("cusz needs an error bound: pass Bound.absolute(...) or a relative rule")
+        bound.check_shape(TensorSpec.of(x))
+        return Grid.of(bound, x.dtype, x.device, self.rounding)
+
+    def raw(self, x: Tensor) -> Encoded:
+        """The tensor as it is."""
+        flat = layout.memory_view(x)
+        return Encoded(self.name, self.version, TensorSpec.of(x), {"kind": "raw"}, {"raw": flat.clone()})
+
+    def payload(
+        self,
+        spec: TensorSpec,
+        grid: Grid,
+        seed: int,
+        predicted: bool,
+        coded: tuple[dict[str, Any], dict[str, Tensor]],
+        escaped: dict[str, Tensor],
+    ) -> Encoded:
+        """Of codes by ``integers.write`` and escapes by ``escapes.gather``."""
         meta: dict[str, Any] = {"kind": "codes", "axes": grid.axes, "centred": False, "rounding": self.rounding}
-        meta |= {"seed": seed, "predicted": predicted, "codes": coded}
-        tensors = {**parts, "step": grid.step, **escapes.gather(flat, lost)}
-        return Encoded(self.name, self.version, spec, meta, tensors)
+        meta |= {"seed": seed, "predicted": predicted, "codes": coded[0]}
+        return Encoded(self.name, self.version, spec, meta, {**coded[1], "step": grid.step, **escaped})
 
     def decode(self, encoded: Encoded) -> Tensor:
         encoded.require(self.name, self.version)
@@ -100,6 +119,11 @@ class CuSz:
         return layout.restore(flat, spec)
 
 
+def has_too_many(lost: int, spec: TensorSpec) -> bool:
+    """Whether so many escapes cost more than they are worth."""
+    return lost > spec.numel * _MANY
+
+
 def _quantise(flat: Tensor, spec: TensorSpec, grid: Grid, seed: int) -> tuple[Tensor, Tensor]:
     """Codes in memory order, and which elements have none. Zero has one even where the step is zero: 0 times it."""
     q = torch.empty(spec.numel, dtype=torch.int16, device=spec.device)
@@ -107,12 +131,6 @@ def _quantise(flat: Tensor, spec: TensorSpec, grid: Grid, seed: int) -> tuple[Te
     for start, stop in _slabs(spec):
         q[start:stop], lost[start:stop] = grid.quantise(flat[start:stop], range(start, stop), spec, seed)
     return q, lost & (flat != 0)
-
-
-def _cost(codes: Tensor) -> float:
-    """Bits that codes of these sizes take, roughly; of some of them."""
-    some = codes.flatten()[:: max(codes.numel() >> 16, 1)]
-    return float(some.abs().float().add_(1).log2_().mean())
 
 
 def _slabs(spec: TensorSpec) -> Iterator[tuple[int, int]]:

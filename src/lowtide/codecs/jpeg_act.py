@@ -97,22 +97,33 @@ class JpegAct:
             at = _peak_of(peak, range(start, stop), spec).to(minmax.work_dtype(x.dtype))
             unit = torch.where(at > 0, values[start:stop].to(at.dtype) / torch.where(at > 0, at, 1), 0)
             codes[start:stop] = self._quantise(unit, range(start, stop), seed).flatten(1)
-        metas: list[dict[str, Any]] = []
-        parts: dict[str, Tensor] = {}
-        for number, band in enumerate(_bands(maps)):
-            meta, coded = integers.write(codes[:, band.to(x.device)].flatten(), self.coder, f"band{number}_")
-            metas.append(meta)
-            parts |= coded
+        coded = [
+            integers.write(codes[:, band.to(x.device)].flatten(), self.coder, f"band{number}_")
+            for number, band in enumerate(_bands(maps))
+        ]
+        escaped = escapes.gather(layout.memory_view(x), layout.memory_view(lost))
+        return self.payload(spec, seed, coded, peak, escaped)
+
+    def payload(
+        self,
+        spec: TensorSpec,
+        seed: int,
+        coded: list[tuple[dict[str, Any], dict[str, Tensor]]],
+        peak: Tensor,
+        escaped: dict[str, Tensor],
+    ) -> Encoded:
+        """Of bands by ``integers.write`` and escapes by ``escapes.gather``."""
         meta = {"table": self.table, "rounding": self.rounding, "faithful": self.faithful, "seed": seed}
-        tensors = {**parts, "peak": peak, **escapes.gather(layout.memory_view(x), layout.memory_view(lost))}
-        return Encoded(self.name, self.version, spec, {**meta, "bands": tuple(metas)}, tensors)
+        tensors = {name: part for _, parts in coded for name, part in parts.items()}
+        tensors |= {"peak": peak, **escaped}
+        return Encoded(self.name, self.version, spec, {**meta, "bands": tuple(band for band, _ in coded)}, tensors)
 
     def decode(self, encoded: Encoded) -> Tensor:
         encoded.require(self.name, self.version)
         spec, meta = encoded.spec, encoded.meta
         maps, largest = Planes.of(spec.shape), torch.finfo(spec.dtype).max
-        writer = JpegAct(meta["table"], meta["rounding"], faithful=meta["faithful"])
-        peak = encoded.tensor("peak", dtype=spec.dtype, numel=_channels(spec))
+        writer = of_payload(encoded)
+        peak = encoded.tensor("peak", dtype=spec.dtype, numel=channels(spec))
         codes = torch.empty((maps.count, maps.area), dtype=torch.int16, device=spec.device)
         for number, (band, coded) in enumerate(zip(_bands(maps), meta["bands"], strict=True)):
             part = integers.read(encoded, coded, maps.count * band.numel(), f"band{number}_")
@@ -132,19 +143,20 @@ class JpegAct:
         step = self._steps(unit)
         if self.faithful:
             fixed = torch.round(unit * _PUBLISHED_LARGEST).clamp_(-128, 127)
-            return fixed if not _has_transform(unit) else torch.trunc(torch.round(dct.forward(fixed)) / step)
+            return fixed if not _transforms(unit) else torch.trunc(torch.round(dct.forward(fixed)) / step)
         value = unit * _LARGEST
-        value = (dct.forward(value) if _has_transform(unit) else value) / step
+        value = (dct.forward(value) if _transforms(unit) else value) / step
         return torch.round(value + self._offsets(unit, index, seed))
 
     def _restore(self, code: Tensor, index: range, seed: int) -> Tensor:
         value = code if self.faithful else code - self._offsets(code, index, seed)
         value = value * self._steps(code)
-        value = dct.inverse(value) if _has_transform(code) else value
-        return value / (_PUBLISHED_LARGEST if self.faithful else _LARGEST)
+        value = dct.inverse(value) if _transforms(code) else value
+        # A product, because a GPU divides by a number otherwise than a CPU does.
+        return value * (1 / (_PUBLISHED_LARGEST if self.faithful else _LARGEST))
 
     def _steps(self, maps: Tensor) -> Tensor:
-        if not _has_transform(maps):
+        if not _transforms(maps):
             return torch.ones((), dtype=maps.dtype, device=maps.device)
         table = torch.tensor(self.steps(), dtype=maps.dtype)
         return dct.spread(table, maps.shape[1], maps.shape[2]).to(maps.device)
@@ -157,26 +169,41 @@ class JpegAct:
         return u.view(maps.shape)
 
 
-def _has_transform(maps: Tensor) -> bool:
-    return maps.shape[1] >= dct.SIDE and maps.shape[2] >= dct.SIDE
+def of_payload(encoded: Encoded) -> JpegAct:
+    """What wrote a payload, but for its coder."""
+    meta = encoded.meta
+    return JpegAct(meta["table"], meta["rounding"], faithful=meta["faithful"])
+
+
+def has_transform(maps: Planes) -> bool:
+    return maps.height >= dct.SIDE and maps.width >= dct.SIDE
+
+
+def _transforms(maps: Tensor) -> bool:
+    return has_transform(Planes(*maps.shape))
 
 
 def _bands(maps: Planes) -> tuple[Tensor, ...]:
     """Which values of a plane are coded together: coefficients of a band, or all of them where there are none."""
-    if maps.height >= dct.SIDE and maps.width >= dct.SIDE:
-        return dct.bands(maps.height, maps.width)
-    return (torch.arange(maps.area),)
+    return dct.bands(maps.height, maps.width) if has_transform(maps) else (torch.arange(maps.area),)
 
 
-def _channels(spec: TensorSpec) -> int:
+def channels(spec: TensorSpec) -> int:
     maps = Planes.of(spec.shape)
     return spec.shape[1] if maps.is_image else maps.width
+
+
+def channel_axis(spec: TensorSpec) -> tuple[int, ...]:
+    """The axis along which channels lie; none where there is but one value in every channel's place."""
+    if Planes.of(spec.shape).is_image:
+        return (1,)
+    return tuple(axis for axis, size in enumerate(spec.shape) if size > 1)[-1:]
 
 
 def _peaks(values: Tensor, spec: TensorSpec) -> Tensor:
     """The largest magnitude of each channel."""
     if not values.numel():
-        return torch.zeros(_channels(spec), dtype=spec.dtype, device=spec.device)
+        return torch.zeros(channels(spec), dtype=spec.dtype, device=spec.device)
     if not Planes.of(spec.shape).is_image:
         return values.abs().amax((0, 1))
     return values.view(spec.shape[0], spec.shape[1], -1).abs().amax((0, 2))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowtide.coding import bitpack, byte_planes, integers, layout
 from lowtide.errors import DtypeError
-from lowtide.records import Bound, Encoded
+from lowtide.records import Bound, Encoded, TensorSpec
 
 __all__ = ["Lossless"]
 
@@ -50,13 +50,19 @@ class Lossless:
         words = layout.memory_view(x).view(byte_planes.WORDS[x.dtype.itemsize])
         zero = words == 0
         parts = {}
-        has_bitmap = bool(zero.sum() >= max(spec.numel * _FEW_ZEROS, 1))
-        if has_bitmap:
+        with_bitmap = has_bitmap(int(zero.sum()), spec)
+        if with_bitmap:
             parts["zeros"] = bitpack.pack(zero.to(torch.uint8), 1)
             words = words[~zero]
         planes, coded = byte_planes.write(words, self.coder)
-        meta: dict[str, Any] = {"bitmap": has_bitmap, "stored": words.numel(), "planes": tuple(planes)}
-        return Encoded(self.name, self.version, spec, meta, {**parts, **coded})
+        return self.payload(spec, with_bitmap, words.numel(), planes, {**parts, **coded})
+
+    def payload(
+        self, spec: TensorSpec, bitmap: bool, stored: int, planes: list[dict[str, Any]], parts: dict[str, Tensor]
+    ) -> Encoded:
+        """Of ``stored`` values in ``planes``; ``parts`` begin with the bitmap, if there is one."""
+        meta: dict[str, Any] = {"bitmap": bitmap, "stored": stored, "planes": tuple(planes)}
+        return Encoded(self.name, self.version, spec, meta, parts)
 
     def decode(self, encoded: Encoded) -> Tensor:
         encoded.require(self.name, self.version)
@@ -74,3 +80,8 @@ class Lossless:
         """Where x is not zero (NaN is not), as ones and zeros in its dtype."""
         x = self.decode(encoded)
         return (x != 0).to(x.dtype)
+
+
+def has_bitmap(zeros: int, spec: TensorSpec) -> bool:
+    """Whether so many zeros are worth a bit for every value."""
+    return zeros >= max(spec.numel * _FEW_ZEROS, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import Any, ClassVar
 
@@ -54,9 +55,7 @@ class NormGroups:
         self.coders()
 
     def coders(self) -> tuple[Groups | SampleGroups]:
-        if self.bits in bitpack.WIDTHS:
-            return (Groups(int(self.bits), self.group, self.rounding),)
-        return (SampleGroups(self.bits, self.group, self.rounding),)
+        return _coders(self.bits, self.group, self.rounding)
 
     def accepts(self, dtype: torch.dtype) -> bool:
         return self.coders()[0].accepts(dtype)
@@ -72,7 +71,8 @@ class NormGroups:
         own: dict[str, Tensor] = {}
         if self._mixes(spec):
             centre, unit = self._measure(x)
-            x = torch.sub(x, centre, out=torch.empty_like(x)).div_(unit)
+            # In one pass: units are powers of two, so that their products are exact.
+            x = torch.addcmul(-centre / unit, x, 1 / unit, out=torch.empty_like(x))
             own = {"centre": centre.flatten(), "unit": unit.flatten()}
         coded = coders[0].encode(x, seed=seed)
         meta: dict[str, Any] = {"bits": self.bits, "group": self.group, "per": self.per, "row_dims": self.row_dims}
@@ -103,11 +103,11 @@ class NormGroups:
         sizes = [size if axis in self._axes(spec) else 1 for axis, size in enumerate(spec.shape)]
         dtype = minmax.scale_dtype(spec.dtype)
         centre, unit = (encoded.tensor(name, dtype=dtype, numel=prod(sizes)).view(sizes) for name in _OWN)
-        x.mul_(unit).add_(centre)
+        x = torch.addcmul(centre, x, unit, out=x)
         return x.clamp_(-(largest := torch.finfo(x.dtype).max), largest) if x.dtype == torch.float16 else x
 
     def _axes(self, spec: TensorSpec) -> tuple[int, ...]:
-        return Need(Kind.VALUES, "", per=Per(self.per), row_dims=self.row_dims).axes(len(spec.shape))
+        return _axes(self.per, self.row_dims, len(spec.shape))
 
     def _mixes(self, spec: TensorSpec) -> bool:
         """Whether groups reach over channels or rows as a rule."""
@@ -125,3 +125,15 @@ class NormGroups:
         sound = variance.isfinite() & (variance > 0)
         unit = torch.where(sound, torch.ldexp(torch.ones_like(mean), exponent), 1)
         return torch.where(mean.isfinite(), mean, 0).to(dtype), unit.to(dtype)
+
+
+@cache
+def _coders(bits: float, group: int, rounding: str) -> tuple[Groups | SampleGroups]:
+    if bits in bitpack.WIDTHS:
+        return (Groups(int(bits), group, rounding),)
+    return (SampleGroups(bits, group, rounding),)
+
+
+@cache
+def _axes(per: str, row_dims: int, dims: int) -> tuple[int, ...]:
+    return Need(Kind.VALUES, "", per=Per(per), row_dims=row_dims).axes(dims)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -50,9 +51,7 @@ class SampleGroups:
 
     def coders(self) -> tuple[Groups, Groups]:
         """For samples with few and with many bits: the widths next to the average."""
-        few = max(width for width in bitpack.WIDTHS if width <= self.bits)
-        many = min(width for width in bitpack.WIDTHS if width >= self.bits)
-        return Groups(few, self.group, self.rounding), Groups(many, self.group, self.rounding)
+        return _coders(self.bits, self.group, self.rounding)
 
     def chosen(self, samples: int) -> int:
         """How many of the samples have many bits."""
@@ -68,13 +67,25 @@ class SampleGroups:
             raise DtypeError(f"sample_groups stores the dtypes of groups; got {x.dtype}")
         spec = layout.spec_of(x)
         rows = layout.memory_view(x).view(count_samples(spec), -1) if spec.numel else x.reshape(1, 0)
-        order = self._needs(rows).argsort(stable=True)
-        few = order.numel() - self.chosen(order.numel())
-        mask = torch.zeros(order.numel(), dtype=torch.uint8, device=x.device).index_fill_(0, order[few:], 1)
+        mask = self.choose(rows)
         parts = {"mask": mask}
-        for number, (name, index) in enumerate(_split(mask, few).items()):
+        for number, (name, index) in enumerate(self.split(mask).items()):
             coded = coders[number].encode(rows[index], seed=dither.mix64(number, state=seed))
             parts |= {f"{name}_{part}": tensor for part, tensor in coded.tensors.items()}
+        return self.payload(spec, parts)
+
+    def choose(self, rows: Tensor) -> Tensor:
+        """A row for each sample; 1 for those that have many bits."""
+        order = self._needs(rows).argsort(stable=True)
+        few = order.numel() - self.chosen(order.numel())
+        return torch.zeros(order.numel(), dtype=torch.uint8, device=rows.device).index_fill_(0, order[few:], 1)
+
+    def split(self, mask: Tensor) -> dict[str, Tensor]:
+        """Samples with few and with many bits, in order; however a mask was damaged, each sample is in one of them."""
+        order, few = mask.argsort(stable=True), mask.numel() - self.chosen(mask.numel())
+        return {"few": order[:few], "many": order[few:]}
+
+    def payload(self, spec: TensorSpec, parts: dict[str, Tensor]) -> Encoded:
         meta: dict[str, Any] = {"bits": self.bits, "group": self.group}
         return Encoded(self.name, self.version, spec, meta, parts)
 
@@ -93,18 +104,24 @@ class SampleGroups:
 
     def decode_by(self, coders: Sequence[Codec], encoded: Encoded) -> Tensor:
         """A payload that this codec wrote."""
-        spec, count = encoded.spec, count_samples(encoded.spec)
-        mask = encoded.tensor("mask", dtype=torch.uint8, numel=count)
+        spec = encoded.spec
+        count, index_of = self.stored(encoded)
         rows = torch.empty((count, spec.numel // count), dtype=spec.dtype, device=spec.device)
-        for number, (name, index) in enumerate(_split(mask, count - self.chosen(count)).items()):
-            shape = (index.numel(), rows.shape[1])
-            part = TensorSpec(shape, (rows.shape[1], 1), spec.dtype, spec.device)
-            prefix = f"{name}_"
-            tensors = {key.removeprefix(prefix): t for key, t in encoded.tensors.items() if key.startswith(prefix)}
-            writer = self.coders()[number]
-            meta = {"bits": writer.bits, "group": writer.group}
-            rows[index] = coders[number].decode(Encoded(writer.name, writer.version, part, meta, tensors))
+        for number, (name, index) in enumerate(index_of.items()):
+            part = TensorSpec((index.numel(), rows.shape[1]), (rows.shape[1], 1), spec.dtype, spec.device)
+            rows[index] = coders[number].decode(self.part(encoded, number, name, part))
         return layout.restore(rows.view(-1), spec)
+
+    def stored(self, encoded: Encoded) -> tuple[int, dict[str, Tensor]]:
+        """How many samples a payload has, and which have few and many bits."""
+        count = count_samples(encoded.spec)
+        return count, self.split(encoded.tensor("mask", dtype=torch.uint8, numel=count))
+
+    def part(self, encoded: Encoded, number: int, name: str, spec: TensorSpec) -> Encoded:
+        """The payload of ``groups`` for the samples with few or with many bits."""
+        prefix, writer = f"{name}_", self.coders()[number]
+        tensors = {key.removeprefix(prefix): t for key, t in encoded.tensors.items() if key.startswith(prefix)}
+        return Encoded(writer.name, writer.version, spec, {"bits": writer.bits, "group": writer.group}, tensors)
 
     def _needs(self, rows: Tensor) -> Tensor:
         """Of each sample, the sum of its squared group ranges; zero where it is not finite and comes back as NaN."""
@@ -126,7 +143,8 @@ def count_samples(spec: TensorSpec) -> int:
     return spec.shape[0] if outermost else 1
 
 
-def _split(mask: Tensor, few: int) -> dict[str, Tensor]:
-    """Samples with few and with many bits, in order; however a mask was damaged, each sample is in one of them."""
-    order = mask.argsort(stable=True)
-    return {"few": order[:few], "many": order[few:]}
+@cache
+def _coders(bits: float, group: int, rounding: str) -> tuple[Groups, Groups]:
+    few = max(width for width in bitpack.WIDTHS if width <= bits)
+    many = min(width for width in bitpack.WIDTHS if width >= bits)
+    return Groups(few, group, rounding), Groups(many, group, rounding)

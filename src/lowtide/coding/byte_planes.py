@@ -24,20 +24,34 @@ _WORTHWHILE = 7.5  # bits a byte, below which a plane is coded
 def write(words: Tensor, coder: str) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     """A row of integers, the bits of floats, as metadata for every plane (highest first) and parts of a payload."""
     width = words.dtype.itemsize
-    planes = _turn(words, 1).view(torch.uint8).view(-1, width)
+    table = _turn(words, 1).view(torch.uint8).view(-1, width)
+    planes = [table[:, width - 1 - number].clone() for number in range(width)]
+    counts = torch.stack([torch.bincount(plane.int(), minlength=256) for plane in planes])
     metas: list[dict[str, Any]] = []
     parts: dict[str, Tensor] = {}
-    for number in range(width):
-        meta, coded = _write_plane(planes[:, width - 1 - number].clone(), coder, f"plane{number}_")
+    for number, (plane, centre) in enumerate(zip(planes, centres(counts.cpu()), strict=True)):
+        meta, coded = _write_plane(plane, centre, coder, f"plane{number}_")
         metas.append(meta)
         parts |= coded
     return metas, parts
 
 
-def _write_plane(plane: Tensor, coder: str, prefix: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    share = torch.bincount(plane.int(), minlength=256).double() / max(plane.numel(), 1)
-    if float(torch.special.entr(share).sum()) < _WORTHWHILE * math.log(2):
-        centre = int(share.argmax())  # codes are counted from the most frequent byte
+def centres(counts: Tensor) -> list[int | None]:
+    """From how often each byte occurs in each plane, on the CPU: the most frequent one, from which codes are counted.
+
+    None for a plane that is not worth coding.
+    """
+    total = counts.sum(1, keepdim=True, dtype=torch.int64)
+    entropy = torch.special.entr(counts.double() / total.clamp(min=1)).sum(1)
+    worthwhile = (entropy < _WORTHWHILE * math.log(2)) & (total.squeeze(1) > 0)
+    frequent = counts.argmax(1).tolist()
+    return [centre if worth else None for centre, worth in zip(frequent, worthwhile.tolist(), strict=True)]
+
+
+def _write_plane(
+    plane: Tensor, centre: int | None, coder: str, prefix: str
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    if centre is not None:
         meta, parts = integers.write(plane.to(torch.int16) - centre, coder, prefix)
         if sum(part.nbytes for part in parts.values()) < plane.nbytes:
             return {**meta, "centre": centre}, parts

@@ -5,6 +5,8 @@ without bias stay so. A plane whose sides are no multiples of 8 ends in shorter 
 padded, and a plane has as many coefficients as values. Coefficient k of n has frequency 8 k // n, by which it finds its
 place in a table of 8 x 8.
 
+A sum is taken in the order of its terms, each product and each sum rounded: every device finds the same coefficients.
+
 Coefficients of like frequency are coded together, in four bands of diagonals: those of a band have similar sizes, and
 in the last ones most are zero.
 """
@@ -51,14 +53,22 @@ def bands(height: int, width: int) -> tuple[Tensor, ...]:
     return tuple(order[(ranks >= band.start) & (ranks < band.stop)] for band in _DIAGONALS)
 
 
+def weights(size: int, *, inverse: bool) -> Tensor:
+    """Row k has what each input counts for in output k of a transform of ``size`` values (float64)."""
+    return _basis(size).T if inverse else _basis(size)
+
+
 def _along_rows(x: Tensor, *, inverse: bool) -> Tensor:
     whole = x.shape[2] // SIDE * SIDE
     parts = []
     for part, size in ((x[:, :, :whole], SIDE), (x[:, :, whole:], x.shape[2] - whole)):
         if part.shape[2]:
-            basis = _basis(size).to(dtype=x.dtype, device=x.device)
-            blocks = part.unflatten(2, (-1, size)) @ (basis if inverse else basis.T)
-            parts.append(blocks.flatten(2))
+            blocks = part.unflatten(2, (-1, size))
+            matrix = weights(size, inverse=inverse).to(dtype=x.dtype, device=x.device)
+            total = blocks[..., :1] * matrix[:, 0]
+            for term in range(1, size):
+                total += blocks[..., term : term + 1] * matrix[:, term]
+            parts.append(total.flatten(2))
     return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 
 

@@ -17,12 +17,20 @@ def gather(flat: Tensor, where: Tensor) -> dict[str, Tensor]:
     return {"escape_index": index, "escape_value": flat[index]}
 
 
-def scatter(flat: Tensor, encoded: Encoded) -> None:
-    """Write the escaped values of a payload back into ``flat``."""
+def none(flat: Tensor) -> dict[str, Tensor]:
+    """The same where it is known that nothing is marked."""
+    return {"escape_index": flat.new_empty(0, dtype=torch.int64), "escape_value": flat.new_empty(0)}
+
+
+def scatter(flat: Tensor, encoded: Encoded, *, checked: bool = True) -> None:
+    """Write the escaped values of a payload back into ``flat``.
+
+    Unless ``checked``, it is left to the device to refuse positions outside, which has nobody wait for it.
+    """
     index = encoded.tensor("escape_index", dtype=torch.int64)
     value = encoded.tensor("escape_value", dtype=flat.dtype, numel=index.numel())
     if index.numel():
-        if int(index.amin()) < 0 or int(index.amax()) >= flat.numel():
+        if checked and (int(index.amin()) < 0 or int(index.amax()) >= flat.numel()):
             raise PayloadError(f"{encoded.codec} payload: an escape lies outside the tensor: corrupted")
         # As integers: writing floats by index may pass them through another float type, which not every NaN survives.
         bits = _INTEGERS[flat.dtype.itemsize]

@@ -1,8 +1,8 @@
 """Twins of codecs for the GPU: same base name, same values, one pass over the raw tensor each way.
 
-Twins are written in Triton, and ``sz`` once more in CUDA C++ for NVIDIA, where votes within a warp decide. Neither
-Triton nor CUDA is touched before a twin is asked for. Where there is no twin, the plain-torch codec itself does the
-work.
+Twins are written in Triton, and in CUDA C++ for NVIDIA where votes within a warp decide: ``sz`` once more, and
+``cusz``, ``jpeg_act`` and ``lossless``. Neither Triton nor CUDA is touched before a twin is asked for. Where there is
+no twin, the plain-torch codec itself does the work.
 """
 
 from __future__ import annotations

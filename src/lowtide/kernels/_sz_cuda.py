@@ -1,4 +1,4 @@
-"""The codec ``sz`` on NVIDIA GPUs, in CUDA C++ (sz.cu): the formats and values of ``lowtide.codecs.sz``.
+"""The codec ``sz`` on NVIDIA GPUs, in CUDA C++ (sz_*.cu): the formats and values of ``lowtide.codecs.sz``.
 
 How long a payload gets is known to the device alone. The encoder is given room for a guess (``capacity``, from the last
 payload of the same place) and told to report how much it needs; nothing is written past the room. ``settle`` is called
@@ -27,7 +27,10 @@ from lowtide.kernels._sz_jobs import ROUND, TYPES, WARPS, Decoding, Encoding, de
 from lowtide.kernels._sz_twin import SzTwin
 from lowtide.records import Bound, Encoded, Need, TensorSpec
 
-PROGRAM = _nvrtc.Program.read("sz", "dtypes.cuh", "sz.cu")
+PROGRAM = _nvrtc.Program.read(
+    "sz", "dtypes.cuh", "sz_args.cuh", "sz_entries.cuh", "sz_grid.cuh", "sz_exact.cuh", "sz_places.cuh", "sz_rans.cuh",
+    "sz_rans_encode.cu", "sz_rans_decode.cu", "sz_blocks.cu",
+)  # fmt: skip
 
 _ARGS = struct.Struct("<12Q2Q4I2I4if5Ii6I4x")
 _NO_DIGITS = (0.0, 0, 0, 0, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""What a launch of the kernels in sz.cu needs beyond addresses: the same for all tensors of one place in a net."""
+"""What a launch of the kernels in sz_*.cu needs beyond addresses: the same for all tensors of one place in a net."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lowtide.records import TensorSpec
 
 TYPES = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "Bfloat"}
 WARPS = 8  # of a block, a chunk each
-CODES, EXACTS = 512, 64  # escapes that a warp can stage, as in sz.cu
+CODES, EXACTS = 320, 64  # escapes that a warp can stage, as in sz_rans.cuh
 ROUND = {4: 4, 3: 3, 2: 2, 1: 1}  # rows that the rans kernels work on at a time
-_TENSOR, _RUNS, _INNER, _MIXED, _ANY = range(5)
+_TENSOR, _RUNS, _INNER, _MIXED, _ANY, _MANY, _FIXED = range(7)
 _MOST_STAGED = 2048  # channels that a block keeps two numbers each of in shared memory
 _ROUNDING, _ORIGIN = 0x4B400000, 1.5 * 2**23  # the bits of a float, and the float
 
@@ -59,12 +59,14 @@ class Encoding:
             chunks = -(-spec.numel // blocks.CHUNK)
             return cls(
                 "blocks_encode", template, 0, spec.numel, chunks, -(-chunks // WARPS), chunks + 1,
-                chunks * blocks.HEADER_NBYTES, most, where.shared, (0, 0, 0, 0, 0), (0, 0, 0, 0, 0, 0, room), where,
+                chunks * blocks.HEADER_NBYTES, most, where.shared(), (0, 0, 0, 0, 0), (0, 0, 0, 0, 0, 0, room), where,
                 meta,
             )  # fmt: skip
         alphabet, stage = model.alphabet, stage_of(model)
         chunks = -(-spec.numel // alphabet.chunk)
-        shared = where.shared + WARPS * 4 * (stage // 2 + CODES + EXACTS * exact.escape_words(spec.dtype))
+        shared = where.shared(ROUND[alphabet.values]) + WARPS * 4 * (
+            stage // 2 + CODES + EXACTS * exact.escape_words(spec.dtype)
+        )
         sizes = (alphabet.rows, stage, alphabet.size, alphabet.low, alphabet.fill)
         return cls(
             "rans_encode", template, alphabet.values, spec.numel, chunks, -(-chunks // WARPS), 3 * chunks, 0, most,
@@ -99,14 +101,14 @@ class Decoding:
             chunks = -(-spec.numel // blocks.CHUNK)
             return cls(
                 "blocks_decode", template, 0, spec.numel, chunks, -(-chunks // WARPS), chunks + 1,
-                chunks * blocks.HEADER_NBYTES, 0, where.shared, (0, 0, 0, 0, 0), where,
+                chunks * blocks.HEADER_NBYTES, 0, where.shared(), (0, 0, 0, 0, 0), where,
             )  # fmt: skip
         alphabet = meta["alphabet"]
         rows, size, values = alphabet["rows"], alphabet["size"], alphabet["values"]
         chunks = -(-spec.numel // (rows * rans.ROW))
         return cls(
             "rans_decode", template, values, spec.numel, chunks, -(-chunks // WARPS), 3 * chunks, 0, size**values,
-            where.shared, (rows, 0, size, alphabet["low"], 0), where,
+            where.shared(), (rows, 0, size, alphabet["low"], 0), where,
         )  # fmt: skip
 
 
@@ -148,10 +150,11 @@ class Where:
     kind: int
     numbers: tuple[int, ...]
 
-    @property
-    def shared(self) -> int:
-        """Bytes of shared memory for what a block keeps of every channel."""
-        return 8 * self.numbers[1] if self.kind == _INNER else 0
+    def shared(self, rows: int = 1) -> int:
+        """Bytes of shared memory for what a block keeps of every channel, to be read ``rows`` rows at a time."""
+        if self.kind == _INNER:
+            return 8 * (self.numbers[1] + (rows - 1) * rans.ROW)
+        return 8 * self.numbers[1] if self.kind == _RUNS else 0
 
 
 _ENTRIES: dict[Any, Where | None] = {}
@@ -174,9 +177,9 @@ def _find_entry(spec: TensorSpec, axes: tuple[int, ...]) -> Where | None:
     divide, modulo, times = terms[0]
     assert times == 1, "a single term counts by one"
     if divide % 4 == 0:
-        kind = _RUNS
+        kind = _RUNS if modulo <= _MOST_STAGED else _MANY
     elif divide == 1 and modulo % 4 == 0 and modulo <= _MOST_STAGED:
-        kind = _INNER
+        kind = _INNER if rans.ROW % modulo else _FIXED
     elif divide >= 4 or (divide == 1 and modulo >= 4):
         kind = _MIXED
     else:
@@ -193,7 +196,7 @@ def stage_of(model: rans.Model) -> int:
 
 
 def _digits(alphabet: rans.Alphabet, room: int, rounding: str) -> tuple[float, int, int, int, int, int, int]:
-    """What the rans encoders compare and add, as constants: see ``Args`` in sz.cu."""
+    """What the rans encoders compare and add, as constants: see ``Args`` in sz_args.cuh."""
     first = alphabet.low - alphabet.zero  # the code of digit 0, if it had one
     least, most = max(alphabet.low, -room), min(first + alphabet.size - 1, room)
     lowest = _ROUNDING + 256 * (least - first)

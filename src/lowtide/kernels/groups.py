@@ -2,7 +2,8 @@
 
 A program handles some whole groups. It reads them a part at a time, so that the values whose codes share a byte, and
 those that share a dither word, are in one thread: nothing but the extremes of a group crosses threads. Only the last
-program masks what it reads and writes; the others move 16 bytes at a time.
+program masks what it reads and writes; the others move 16 bytes at a time. Groups may be those of chosen rows of a
+matrix, which are read and written where they lie.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ __all__ = ["GroupsKernel"]
 _WARPS = 4
 _EXACT: dict[str, Any] = {"enable_fp_fusion": False}
 # Numbers that change from call to call: a kernel for each value of them would be compiled otherwise.
-_RUNTIME = ["count", "low_key", "high_key"]
+_RUNTIME = ["count", "low_key", "high_key", "per_row"]
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _LARGEST_GROUP = 1024
 
@@ -42,37 +43,59 @@ class GroupsKernel(Twin):
         return dtype in _DTYPES
 
     def encode(self, x: Tensor, bound: Bound | None = None, *, seed: int = 0, ticket: Tensor | None = None) -> Encoded:
-        codec, count = self.codec, x.numel()
-        if not self.accepts(x.dtype) or not count or not _fits(codec):
-            return codec.encode(x, bound, seed=seed)
-        spec = codec.check(x)
-        groups = -(-count // codec.group)
+        if not self.reaches(x.dtype, x.numel()):
+            return self.codec.encode(x, bound, seed=seed)
+        return self.codec.payload(self.codec.check(x), *self._encode(x, x.numel(), seed))
+
+    def decode(self, encoded: Encoded) -> Tensor:
+        encoded.require(self.codec.name, self.codec.version)
+        spec, writer = encoded.spec, GroupsKernel(of_payload(encoded))
+        if not writer.reaches(spec.dtype, spec.numel):
+            return self.codec.decode(encoded)
+        flat = torch.empty(spec.numel, dtype=spec.dtype, device=spec.device)
+        writer._decode(encoded, flat)
+        return layout.restore(flat, spec)
+
+    def encode_rows(self, rows: Tensor, index: Tensor, *, seed: int) -> dict[str, Tensor]:
+        """What ``encode(rows[index])`` stores, without that copy; rows are of whole groups (``reaches``)."""
+        stored = self._encode(rows, index.numel() * rows.shape[1], seed, index, rows.shape[1] // self.codec.group)
+        return dict(zip(("low", "scale", "codes"), stored, strict=True))
+
+    def decode_rows(self, encoded: Encoded, rows: Tensor, index: Tensor) -> None:
+        """``rows[index] = decode(encoded)``, likewise."""
+        self._decode(encoded, rows, index, rows.shape[1] // self.codec.group)
+
+    def reaches(self, dtype: torch.dtype, count: int, row: int = 0) -> bool:
+        """Whether there is anything to do and the kernels can do it; ``row`` is how long a row is, where there are."""
+        return self.accepts(dtype) and count > 0 and _fits(self.codec) and row % self.codec.group == 0
+
+    def _encode(
+        self, x: Tensor, count: int, seed: int, index: Tensor | None = None, per_row: int = 1
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        codec, groups = self.codec, -(-count // self.codec.group)
         low = torch.empty(groups, dtype=x.dtype, device=x.device)
         scale = torch.empty(groups, dtype=torch.int16, device=x.device)
         codes = torch.empty(codec.codes_nbytes(count), dtype=torch.uint8, device=x.device)
         tile = _tile(codec, x.dtype)
-        _encode[(-(-groups // tile),)](
-            x, low, scale, codes, count, *dither.keys(seed),
-            BITS=codec.bits, GROUP=codec.group, GROUPS=tile,
-            DITHER=codec.rounding == "stochastic", num_warps=_WARPS, **_EXACT,
-        )  # fmt: skip
-        return codec.payload(spec, low, scale.view(torch.bfloat16), codes)
+        if count:
+            _encode[(-(-groups // tile),)](
+                x, low, scale, codes, index, count, per_row, *dither.keys(seed),
+                BITS=codec.bits, GROUP=codec.group, GROUPS=tile, CHOSEN=index is not None,
+                DITHER=codec.rounding == "stochastic", num_warps=_WARPS, **_EXACT,
+            )  # fmt: skip
+        return low, scale.view(torch.bfloat16), codes
 
-    def decode(self, encoded: Encoded) -> Tensor:
-        encoded.require(self.codec.name, self.codec.version)
-        spec, writer = encoded.spec, of_payload(encoded)
-        if spec.dtype not in _DTYPES or not spec.numel or not _fits(writer):
-            return self.codec.decode(encoded)
-        low, scale, codes = writer.stored(encoded)
-        flat = torch.empty(spec.numel, dtype=spec.dtype, device=spec.device)
-        tile = _tile(writer, spec.dtype)
-        _decode[(-(-low.numel() // tile),)](
-            flat, low, scale, codes, spec.numel,
-            BITS=writer.bits, GROUP=writer.group, GROUPS=tile,
-            LARGEST=torch.finfo(spec.dtype).max, SOFT=spec.dtype == torch.bfloat16 and interpreted(),
-            num_warps=_WARPS, **_EXACT,
-        )  # fmt: skip
-        return layout.restore(flat, spec)
+    def _decode(self, encoded: Encoded, y: Tensor, index: Tensor | None = None, per_row: int = 1) -> None:
+        codec, spec = self.codec, encoded.spec
+        low, scale, codes = codec.stored(encoded)
+        tile = _tile(codec, spec.dtype)
+        if spec.numel:
+            _decode[(-(-low.numel() // tile),)](
+                y, low, scale, codes, index, spec.numel, per_row,
+                BITS=codec.bits, GROUP=codec.group, GROUPS=tile, CHOSEN=index is not None,
+                LARGEST=torch.finfo(spec.dtype).max, SOFT=spec.dtype == torch.bfloat16 and interpreted(),
+                num_warps=_WARPS, **_EXACT,
+            )  # fmt: skip
 
 
 def _fits(codec: Groups) -> bool:
@@ -89,28 +112,39 @@ def _tile(codec: Groups, dtype: torch.dtype) -> int:
     return max(32 * _WARPS * vector // places, 1)
 
 
+@triton.jit
+def _begin(index_ptr, start, group, left, per_row, GROUP: tl.constexpr, CHOSEN: tl.constexpr):
+    """Where groups begin: one after the other, or in chosen rows of ``per_row`` groups each."""
+    if CHOSEN:
+        number = start // GROUP + group
+        row = tl.load(index_ptr + number // per_row, mask=group * GROUP < left, other=0)
+        return tl.multiple_of((row * per_row + number % per_row) * GROUP, GROUP)
+    else:
+        return start + group * GROUP
+
+
 @triton.jit(do_not_specialize=_RUNTIME)
 def _encode(
-    x_ptr, low_ptr, scale_ptr, codes_ptr, count, low_key, high_key,
-    BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, DITHER: tl.constexpr,
+    x_ptr, low_ptr, scale_ptr, codes_ptr, index_ptr, count, per_row, low_key, high_key,
+    BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, CHOSEN: tl.constexpr, DITHER: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0).to(tl.int64) * (GROUPS * GROUP)
     if start + GROUPS * GROUP <= count:
         _encode_tile(
-            x_ptr, low_ptr, scale_ptr, codes_ptr, start, count, low_key, high_key,
-            BITS, GROUP, GROUPS, DITHER, WHOLE=True,
+            x_ptr, low_ptr, scale_ptr, codes_ptr, index_ptr, start, count, per_row, low_key, high_key,
+            BITS, GROUP, GROUPS, CHOSEN, DITHER, WHOLE=True,
         )  # fmt: skip
     else:
         _encode_tile(
-            x_ptr, low_ptr, scale_ptr, codes_ptr, start, count, low_key, high_key,
-            BITS, GROUP, GROUPS, DITHER, WHOLE=False,
+            x_ptr, low_ptr, scale_ptr, codes_ptr, index_ptr, start, count, per_row, low_key, high_key,
+            BITS, GROUP, GROUPS, CHOSEN, DITHER, WHOLE=False,
         )  # fmt: skip
 
 
 @triton.jit
 def _encode_tile(
-    x_ptr, low_ptr, scale_ptr, codes_ptr, start, count, low_key, high_key,
-    BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, DITHER: tl.constexpr,
+    x_ptr, low_ptr, scale_ptr, codes_ptr, index_ptr, start, count, per_row, low_key, high_key,
+    BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, CHOSEN: tl.constexpr, DITHER: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
     PER_BYTE: tl.constexpr = 8 // BITS
@@ -120,13 +154,14 @@ def _encode_tile(
     place = tl.arange(0, PLACES)[None, :]
     at = group[:, None] * GROUP + place
     left = tl.minimum(count - start, GROUPS * GROUP).to(tl.int32)  # elements of this program
+    source = x_ptr + _begin(index_ptr, start, group, left, per_row, GROUP, CHOSEN)[:, None] + place
     for part in tl.static_range(PARTS):
         if WHOLE:
-            x = widen(tl.load(x_ptr + start + (at + part * PLACES)))
+            x = widen(tl.load(source + part * PLACES))
             least, most = x, x
         else:
             here = at + part * PLACES < left
-            x = widen(tl.load(x_ptr + start + (at + part * PLACES), mask=here, other=0.0))
+            x = widen(tl.load(source + part * PLACES, mask=here, other=0.0))
             least, most = tl.where(here, x, float("inf")), tl.where(here, x, float("-inf"))
         if part == 0:
             parts, lowest, highest = (x,), least, most
@@ -174,23 +209,27 @@ def _encode_tile(
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def _decode(
-    y_ptr, low_ptr, scale_ptr, codes_ptr, count,
-    BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, LARGEST: tl.constexpr,
+    y_ptr, low_ptr, scale_ptr, codes_ptr, index_ptr, count, per_row,
+    BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, CHOSEN: tl.constexpr, LARGEST: tl.constexpr,
     SOFT: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0).to(tl.int64) * (GROUPS * GROUP)
     if start + GROUPS * GROUP <= count:
-        _decode_tile(y_ptr, low_ptr, scale_ptr, codes_ptr, start, count, BITS, GROUP, GROUPS, LARGEST, SOFT, WHOLE=True)
+        _decode_tile(
+            y_ptr, low_ptr, scale_ptr, codes_ptr, index_ptr, start, count, per_row,
+            BITS, GROUP, GROUPS, CHOSEN, LARGEST, SOFT, WHOLE=True,
+        )  # fmt: skip
     else:
         _decode_tile(
-            y_ptr, low_ptr, scale_ptr, codes_ptr, start, count, BITS, GROUP, GROUPS, LARGEST, SOFT, WHOLE=False
-        )
+            y_ptr, low_ptr, scale_ptr, codes_ptr, index_ptr, start, count, per_row,
+            BITS, GROUP, GROUPS, CHOSEN, LARGEST, SOFT, WHOLE=False,
+        )  # fmt: skip
 
 
 @triton.jit
 def _decode_tile(
-    y_ptr, low_ptr, scale_ptr, codes_ptr, start, count,
-    BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, LARGEST: tl.constexpr,
+    y_ptr, low_ptr, scale_ptr, codes_ptr, index_ptr, start, count, per_row,
+    BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, CHOSEN: tl.constexpr, LARGEST: tl.constexpr,
     SOFT: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     PER_BYTE: tl.constexpr = 8 // BITS
@@ -200,6 +239,7 @@ def _decode_tile(
     place = tl.arange(0, PLACES)[None, :]
     at = group[:, None] * GROUP + place
     left = tl.minimum(count - start, GROUPS * GROUP).to(tl.int32)
+    target = y_ptr + _begin(index_ptr, start, group, left, per_row, GROUP, CHOSEN)[:, None] + place
     exists = group * GROUP < left
     first = start // GROUP
     low = widen(tl.load(low_ptr + first + group, mask=exists, other=0.0))[:, None]
@@ -221,6 +261,6 @@ def _decode_tile(
         else:
             value = value.to(y_ptr.dtype.element_ty)
         if WHOLE:
-            tl.store(y_ptr + start + (at + part * PLACES), value)
+            tl.store(target + part * PLACES, value)
         else:
-            tl.store(y_ptr + start + (at + part * PLACES), value, mask=at + part * PLACES < left)
+            tl.store(target + part * PLACES, value, mask=at + part * PLACES < left)
