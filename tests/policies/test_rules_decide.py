@@ -10,6 +10,10 @@ import torch
 import lowtide
 from lowtide import Rule
 from lowtide.codecs.cast import Cast
+from lowtide.controllers.fixed import Fixed
+from lowtide.policies.rules import Policy
+from lowtide.records import Kind, Membership, Need, Site, TensorSpec
+from lowtide.stores.host import Host
 
 CONV, HEAD, GELU = "body.0:convolution.input", "head:addmm.mat1", "body.1:gelu.self"
 RELU, UNKNOWN, STATISTIC = "(model):relu.result", "(model):logcumsumexp.self", "(model):rsqrt.result"
@@ -183,3 +187,17 @@ def test_the_name_of_the_root_in_reports_and_warnings_is_a_path(sites):
 
 def test_rules_that_match_are_not_mentioned(net, x):
     assert _warned(net, x, [Rule(path="head", keep=True), Rule(op="gelu", bound=1)]) == []
+
+
+def test_a_store_goes_with_the_decision_and_rules_share_it():
+    """Masks have it too, and what lies elsewhere has the session's."""
+    own = Host(staging=1 << 20)
+    rules = (Rule(path="a", store="host"), Rule(path="b", codec="cast", store="host"), Rule(path="c", store=own))
+    policy = Policy(Fixed(), Cast(), rules)
+    spec = TensorSpec.of(torch.empty(4))
+    values = Need(Kind.VALUES, "", family="linear")
+    mask = Need(Kind.MASK, "", membership=Membership("gt", (0.0,), (0.0, 1.0)))
+    found = {path: policy.decide(Site(path, "conv", "input"), values, spec).store for path in "abcd"}
+    assert isinstance(found["a"], Host) and found["a"] is found["b"] is not own
+    assert found["c"] is own and found["d"] is None
+    assert policy.decide(Site("a", "relu", "result"), mask, spec).store is found["a"]

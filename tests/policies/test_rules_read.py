@@ -75,9 +75,19 @@ def test_a_file_works_where_it_is_used(file, sites):
     [
         ({"pth": "*", "keep": True}, UnknownNameError, "unknown key of a rule 'pth'; known: .*Did you mean 'path'"),
         ({"keep": True, "codec": "sz"}, PolicyError, r"rule\(everything\): 'keep' leaves a tensor as it is"),
-        ({"keep": True, "bound": 1}, PolicyError, "'keep' leaves a tensor as it is, so it has no codec, bound or opt"),
+        (
+            {"keep": True, "bound": 1},
+            PolicyError,
+            "'keep' leaves a tensor as it is, so it has no codec, bound, store or",
+        ),
         ({"keep": True, "options": {"to": "bf16"}}, PolicyError, "'keep' leaves a tensor as it is"),
-        ({"path": "head"}, PolicyError, r"rule\(path='head'\): say keep = true, or name a codec, a bound or both"),
+        (
+            {"keep": True, "store": "host"},
+            PolicyError,
+            "'keep' leaves a tensor as it is, so it has no codec, bound, sto",
+        ),
+        ({"store": "hots"}, UnknownNameError, "unknown store 'hots'.*host"),
+        ({"path": "head"}, PolicyError, r"rule\(path='head'\): say keep = true, or name a codec, a bound or a store"),
         ({}, PolicyError, r"rule\(everything\): say keep = true"),
         ({"bound": 1, "options": {"rounding": "nearest"}}, PolicyError, "options belong to a codec; name it"),
         ({"codec": "identiy"}, UnknownNameError, "unknown codec 'identiy'; known: .*Did you mean 'identity'"),

@@ -17,6 +17,8 @@ from lowtide.codecs import Codec
 from lowtide.controllers import ChoosesCodec, Controller, Keep
 from lowtide.errors import LowtideWarning, PolicyError, UnknownNameError
 from lowtide.records import ROOT, Kind, Need, Site, TensorSpec
+from lowtide.registry import STORES
+from lowtide.stores import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,8 @@ class Rule:
     """What to do with saves whose module path, op, field and module type match these shell patterns (``*``, ``?``).
 
     ``keep`` leaves the tensor as it is. ``codec`` and ``bound`` replace the method's choice for values; masks, shapes
-    and window indices are exact already, and what must be exact stays exact whatever a rule says.
+    and window indices are exact already, and what must be exact stays exact whatever a rule says. ``store`` is where
+    payloads wait, masks and indices too: a name, or a store with options of its own.
     """
 
     path: str = "*"
@@ -34,6 +37,7 @@ class Rule:
     keep: bool = False
     codec: str | None = None
     bound: Any = None
+    store: str | Store | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -44,12 +48,14 @@ class Rule:
             raise PolicyError(
                 f"{self}: keep is true or false and options are a table; got {self.keep!r}, {self.options!r}"
             )
-        if self.keep and (self.codec or self.bound is not None or self.options):
-            raise PolicyError(f"{self}: 'keep' leaves a tensor as it is, so it has no codec, bound or options")
-        if not self.keep and self.codec is None and self.bound is None:
-            raise PolicyError(f"{self}: say keep = true, or name a codec, a bound or both")
+        if self.keep and (self.codec or self.bound is not None or self.options or self.store is not None):
+            raise PolicyError(f"{self}: 'keep' leaves a tensor as it is, so it has no codec, bound, store or options")
+        if not self.keep and self.codec is None and self.bound is None and self.store is None:
+            raise PolicyError(f"{self}: say keep = true, or name a codec, a bound or a store")
         if self.options and self.codec is None:
             raise PolicyError(f"{self}: options belong to a codec; name it")
+        if isinstance(self.store, str):
+            STORES.load(self.store)  # an unknown one is refused by name
         if self.bound is not None:
             object.__setattr__(self, "bound", BoundRule.parse(self.bound))
         if self.codec is None:
@@ -114,6 +120,7 @@ class Decision:
     codec: Codec | None
     bound: BoundSource | None
     reason: str
+    store: Store | None = None  # None means: the session's
     bound_text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -134,6 +141,7 @@ class Policy:
     _latest: dict[str, tuple[Site, Need, Any, Decision]] = field(default_factory=dict)
     _matched: set[int] = field(default_factory=set)
     _warned: bool = False
+    _stores: dict[str, Store] = field(default_factory=dict)  # by name, so that all rules that name one share it
 
     def decide(self, site: Site, need: Need, spec: TensorSpec) -> Decision:
         # Sites and needs are the same objects from step to step as a rule, and comparing them costs much more.
@@ -169,7 +177,15 @@ class Policy:
             return Decision(None, None, bound.reason)
         if not codec.accepts(spec.dtype):
             return Decision(None, None, f"codec {codec.name} does not take {str(spec.dtype).removeprefix('torch.')}")
-        return Decision(codec, bound, need.why)
+        return Decision(codec, bound, need.why, self._find_store(rule))
+
+    def _find_store(self, rule: Rule | None) -> Store | None:
+        store = rule.store if rule is not None else None
+        if isinstance(store, str):
+            if store not in self._stores:
+                self._stores[store] = STORES.create(store)
+            return self._stores[store]
+        return store
 
     def _choose(self, site: Site, need: Need, rule: Rule | None) -> tuple[Codec | None, BoundSource | Keep | None]:
         if need.kind is Kind.METADATA:

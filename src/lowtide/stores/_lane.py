@@ -93,6 +93,10 @@ class Lane:
         self._frontier = 0  # all from here on have been sent for in this pass
         self._has_jumped = False  # the last one asked for was not among them: a skip connection, or another pass
 
+    @property
+    def nbytes_here(self) -> int:
+        return self._here_nbytes
+
     def put(self, payload: Encoded, buffers: Mapping[int, Tensor]) -> OnHost:
         """Begin to copy the buffers to the host."""
         with self._lock:

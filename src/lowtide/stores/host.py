@@ -50,6 +50,11 @@ class Host:
         buffers = self._large_buffers(encoded) if lane is not None else {}
         return lane.put(encoded, buffers) if lane is not None and buffers else OnDevice(encoded, encoded.nbytes)
 
+    @property
+    def staged(self) -> int:
+        """Bytes of payloads that are on a device now, on their way out or back."""
+        return sum(lane.nbytes_here for lane in self._lanes.values() if lane is not None)
+
     def _large_buffers(self, encoded: Encoded) -> dict[int, Tensor]:
         """The storages to move, whole: as long as one part of a storage is on the device, all of it is."""
         found = {}

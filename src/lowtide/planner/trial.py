@@ -1,0 +1,167 @@
+"""Runs steps with one mixture after the other, each from the same state: how long they take, what they hold where."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.planner.clock import Clock
+from lowtide.policies.rules import Rule
+from lowtide.session import Session, attach
+from lowtide.snapshot import Snapshot
+from lowtide.stores.host import Host, link_to
+
+KEEP, COMPRESS, OFFLOAD, BOTH, RECOMPUTE = "keep", "compress", "offload", "compress, offload", "recompute"
+_LINK_NBYTES = 1 << 28
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One mixture. ``held`` is counted when forward has ended and the device is done; what of payloads is on its way
+    to the host and still on the device is in it. ``kept`` is what of ``by_block`` no codec has touched."""
+
+    step_ms: float
+    held: int
+    raw: Mapping[str, int]  # by block
+    by_block: Mapping[str, int]
+    kept: Mapping[str, int]
+    outside: int
+    paths: frozenset[str]  # where something was saved
+
+
+@dataclass(slots=True)
+class Trial:
+    """``staging`` is the room for payloads on their way to the host and back."""
+
+    run_step: Callable[[], object]
+    model: nn.Module
+    before: Snapshot
+    method: str
+    steps: int
+    staging: int
+    paths: frozenset[str] = frozenset()  # where something is saved, from the first way that is measured: compressed
+
+    def options(self, choices: Mapping[str, str]) -> dict[str, Any]:
+        """How ``attach`` is called for a mixture."""
+        if all(choice == KEEP for choice in choices.values()):
+            return {"method": "exact"}
+        host = Host(self.staging)
+        how: dict[str, dict[str, Any]] = {
+            KEEP: {"keep": True},
+            OFFLOAD: {"codec": "identity", "store": host},
+            BOTH: {"store": host},
+        }
+        # A rule that matches nothing would be taken for a mistake: some blocks save only in their parts.
+        rules = [
+            Rule(path=pattern, **how[choice])
+            for block, choice in choices.items()
+            if choice in how
+            for pattern in (block, f"{block}.*")
+            if fnmatch.filter(self.paths, pattern)
+        ]
+        again = [block for block, choice in choices.items() if choice == RECOMPUTE]
+        return {"method": self.method, "rules": rules, **({"recompute": again} if again else {})}
+
+    def time_plainly(self, blocks: Mapping[str, nn.Module]) -> tuple[float, float, dict[str, float]]:
+        """Milliseconds of a step, of all of forward, and of each block's forward."""
+        step_ms = self._time()
+        timed = {"": self.model, **blocks}
+        clocks = {path: Clock(device_of(self.model)) for path in timed}
+        with ExitStack() as hooks:
+            for path, block in timed.items():
+                hooks.callback(block.register_forward_pre_hook(clocks[path].begin).remove)
+                hooks.callback(block.register_forward_hook(clocks[path].end).remove)
+            self._time()
+        forward_ms = {path: clock.total_ms() / self.steps for path, clock in clocks.items()}
+        return step_ms, forward_ms.pop(""), forward_ms
+
+    def measure(self, choices: Mapping[str, str]) -> Measured:
+        options = self.options(choices)
+        session = attach(self.model, **options)
+        try:
+            step_ms = self._time(session)
+            held = self._see_held(session, {id(rule.store): rule.store for rule in options.get("rules", ())})
+            measured = _read(session, choices, step_ms, held)
+        finally:
+            session.detach()
+        self.paths = self.paths or measured.paths
+        return measured
+
+    def _time(self, session: Session | None = None) -> float:
+        clock = Clock(device_of(self.model))
+        try:
+            for number in range(self.steps):
+                if number:
+                    clock.begin()
+                self.run_step()
+                if number:
+                    clock.end()
+                if session is not None:
+                    session.step()
+            return clock.median_ms()
+        finally:
+            self.before.restore()
+
+    def _see_held(self, session: Session, stores: Mapping[int, Any]) -> int:
+        """Bytes at the end of forward, in a step of its own: sizes have settled by now."""
+        seen = [0]
+
+        def look(*_: Any) -> None:
+            if device_of(self.model).type == "cuda":
+                torch.cuda.synchronize()
+            session.report()  # lets go of tensors whose encoders have reported
+            staged = sum(store.staged for store in stores.values() if isinstance(store, Host))
+            seen.append(session.ledger.held + staged)
+
+        hook = self.model.register_forward_hook(look)
+        try:
+            self.run_step()
+        finally:
+            hook.remove()
+            self.before.restore()
+        return max(seen) or session.ledger.held_peak  # of a model that is called through its parts
+
+
+def _read(session: Session, choices: Mapping[str, str], step_ms: float, held: int) -> Measured:
+    """Bytes by block, from the ledger's last step. Its sites know payloads as they were made, with room to spare, so
+    what was coded is scaled to what is really held in all."""
+    raw, coded, kept = (dict.fromkeys([*choices, ""], 0) for _ in range(3))
+    paths = set()
+    for entry in session.ledger.sites.values():
+        path = entry.name.partition(":")[0].partition(" ")[0]  # "layer1.0:add.self", "layer1.0 (smaller than ...)"
+        paths.add(path)
+        block = next((block for block in choices if path == block or path.startswith(f"{block}.")), "")
+        raw[block] += entry.raw_nbytes
+        (kept if entry.codec == "kept" else coded)[block] += entry.held_nbytes
+    scale = max(held - sum(kept.values()), 0) / max(sum(coded.values()), 1)
+    by_block = {block: kept[block] + int(min(scale, 1.0) * coded[block]) for block in coded}
+    outside = by_block.pop("")
+    return Measured(step_ms, held, raw, by_block, kept, outside, frozenset(paths))
+
+
+def link_ms(device: torch.device) -> float | None:
+    """Milliseconds for a byte to cross to the host, measured; None where there is nothing to cross."""
+    link = link_to(device)
+    if link is None:
+        return None
+    buffer = torch.empty(_LINK_NBYTES, dtype=torch.uint8, device=device)
+    clock = Clock(device)
+    for number in range(4):  # the first one waits for memory to be pinned
+        if number:
+            clock.begin()
+        _, flight = link.send([buffer])
+        flight.end()
+        if number:
+            clock.end()
+    return clock.median_ms() / _LINK_NBYTES
+
+
+def device_of(model: nn.Module) -> torch.device:
+    tensor = next(model.parameters(), None)
+    return tensor.device if tensor is not None else torch.device("cpu")

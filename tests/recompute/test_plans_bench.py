@@ -1,0 +1,39 @@
+"""benchmarks/plans.py from end to end at tiny size: budgets are met, and one that cannot be is a row."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    path = Path(__file__).parents[2] / "benchmarks" / "plans.py"
+    spec = importlib.util.spec_from_file_location("plans_benchmark", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_budgets_are_met_and_plans_printed(
+    bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser, out = argparse.ArgumentParser(), tmp_path / "plans.csv"
+    bench.configure(parser)
+    shared = ["--tiny", "--device", "cpu", "--batch", "16", "--precision", "fp32", "--out", str(out)]
+    short = ["--steps", "2", "--warm", "1", "--repeats", "1", "--budgets", "64KiB,6MiB"]
+    bench.run(parser.parse_args(["resnet18", *shared, *short]))
+    with out.open(newline="") as file:
+        refused, met = csv.DictReader(file)
+    assert refused["ok"] == "False" and "The smallest budget is" in refused["error"]
+    assert met["ok"] == "True" and -0.2 < float(met["deviation"]) <= 0.02, "blocks are coarse at this size"
+    assert int(met["ledger_held"]) == pytest.approx(int(met["planned"]), rel=0.03)
+    assert float(met["step_x_plain"]) > 0 and met["choices"].count("=") == 8
+    printed = capsys.readouterr().out
+    assert "held of 6.00 MiB; step " in printed and "layer4.1 " in printed
