@@ -20,6 +20,7 @@ def test_names_are_the_models() -> None:
         "vit_b_16",
         "gpt",
         "gpt2_small",
+        "encoder",
         "unet",
         "lstm",
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lowtide.app import cli
-from lowtide.app.compare.runs import Runner
+from lowtide.app.compare.runs import Run, Runner
 
 _NET = """
 from torch import nn
@@ -46,7 +46,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Runs are carried out in this process, one after the other; the list of what was called."""
     made: list[list[str]] = []
 
-    def call(self: Runner, command: list[str], log: Path) -> tuple[int, str, str]:
+    def call(self: Runner, run: Run, command: list[str]) -> tuple[int, str, str]:
         made.append(command)
         output, errors = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import re
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,9 @@ import pytest
 import torch
 
 from lowtide.app.compare import command
+from lowtide.app.compare import runs as runs_module
+from lowtide.app.compare.runs import COLUMNS, Run, Runner
+from lowtide.app.train.config import Config, Train
 from lowtide.app.train.trainer import Trainer
 
 
@@ -140,9 +145,62 @@ def test_processes_side_by_side_stop_at_a_checkpoint(compare, tmp_path, capsys, 
         patch.setattr(command.Runner, "carry_out", interrupted)
         assert compare(*arguments) == 130
     assert len(_rows(tmp_path / "out" / "results.csv")) == 1
-    assert not list((tmp_path / "out").glob("*/lock"))
     assert compare(*arguments) == 0
     assert len(_rows(tmp_path / "out" / "results.csv")) == 2
     assert "exact - plain: +0.00 points with one seed" in capsys.readouterr().out
     logs = sorted(path.name for path in (tmp_path / "out").glob("*.log"))
     assert len(logs) == 2 and logs[0].startswith("exact-0-")
+
+
+class _Clock:
+    """Time that passes only while a run is under way."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_what_would_not_be_done_in_time_is_not_begun(tmp_path, monkeypatch):
+    """Runs of 10 seconds, a deadline after 25: two of them, not three, though there are 5 seconds left."""
+    clock, begun = _Clock(), []
+
+    def call(self: Runner, run: Run, command: list[str]) -> tuple[int, str, str]:
+        begun.append(run.seed)
+        clock.now += 10
+        folder = Path(command[command.index("--out") + 1])
+        folder.mkdir(parents=True)
+        (folder / "environment.json").write_text('{"revision": "r", "device": "d", "torch": "t"}')
+        return 0, json.dumps(dict.fromkeys(COLUMNS, 1)), ""
+
+    monkeypatch.setattr(Runner, "_call", call)
+    monkeypatch.setattr(runs_module.time, "monotonic", clock.monotonic)
+    monkeypatch.setattr(Runner, "_set_timer", lambda self: threading.Timer(0, print))
+    runner = Runner(tmp_path, 1, deadline=25.0)
+    done = list(runner.carry_out([Run("plain", Config(train=Train(seed=seed))) for seed in range(4)]))
+    assert begun == [0, 1] and [run.seed for run, _ in done] == begun
+    assert all(runner.was_alone(run) for run, _ in done)
+
+
+def test_at_the_deadline_runs_are_stopped_and_leave_no_row(tmp_path, monkeypatch):
+    """Two processes side by side that would sleep for a minute."""
+    monkeypatch.setattr(runs_module.sys, "executable", str(_script(tmp_path)))
+    heard: list[tuple[int, str]] = []
+    runner = Runner(
+        tmp_path, 2, time.monotonic() + 3, threads=1, watch=lambda run, line: heard.append((run.seed, line))
+    )
+    two = [Run("plain", Config(train=Train(seed=seed))) for seed in range(2)]
+    begin = time.monotonic()
+    assert list(runner.carry_out(two)) == []
+    assert time.monotonic() - begin < 30
+    assert sorted(heard) == [(0, "at work, threads 1"), (1, "at work, threads 1")]
+    assert not any(runner.was_alone(run) for run in two)
+
+
+def _script(folder: Path) -> Path:
+    """What is called in place of Python."""
+    path = folder / "sleeps"
+    path.write_text('#!/bin/sh\necho "at work, threads $OMP_NUM_THREADS" >&2\nexec sleep 60\n')
+    path.chmod(0o755)
+    return path

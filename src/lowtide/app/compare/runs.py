@@ -7,12 +7,14 @@ result at once, one that was interrupted continues, and one that fails takes no 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +33,7 @@ COLUMNS = (
     *("accuracy", "best", "loss", "seconds", "images_per_second", "raw", "held", "ratio", "peak", "static"),
     *("error", "folder"),
 )
+_PATIENCE = 30.0  # seconds for the checkpoint of a run that was asked to end
 _RESULTS = ("accuracy", "best", "loss", "seconds", "images_per_second", "raw", "held", "ratio", "peak", "static")
 
 
@@ -81,35 +84,61 @@ def plan(config: Config, methods: Mapping[str, Mapping[str, Any]], seeds: Sequen
 
 @dataclass(slots=True)
 class Runner:
-    """Carries out runs, some at a time."""
+    """Carries out runs, some at a time, each in a process of its own.
+
+    ``deadline`` (by ``time.monotonic``) is when those under way are stopped; a run that would not be done by then, as
+    earlier ones of its method tell, is not begun. ``threads`` of a process are its share of the cores unless given.
+    ``watch`` gets every line that a run says.
+    """
 
     folder: Path
     jobs: int
-    _children: set[subprocess.Popen[str]] = field(default_factory=set)
+    deadline: float = math.inf
+    threads: int | None = None
+    watch: Callable[[Run, str], None] | None = None
+    _children: dict[subprocess.Popen[str], Run] = field(default_factory=dict)
+    _shared: set[str] = field(default_factory=set)
+    _took: dict[str, float] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _is_stopping: bool = False
 
     def carry_out(self, runs: Sequence[Run]) -> Iterator[tuple[Run, dict[str, Any]]]:
-        """Each run with its row, as they end. Leaving early stops those under way; each writes a checkpoint first."""
+        """Each run with its row, as they end; one that was stopped or not begun is left out.
+
+        Leaving early stops those under way; each writes a checkpoint first.
+        """
         with ThreadPoolExecutor(self.jobs) as pool:
+            timer = self._set_timer()
             try:
                 futures = {pool.submit(self._carry_out, run): run for run in runs}
                 for future in as_completed(futures):
-                    yield futures[future], future.result()
+                    row = future.result()
+                    if row is not None:
+                        yield futures[future], row
             finally:
+                timer.cancel()
                 self._stop()
                 pool.shutdown(wait=True, cancel_futures=True)
 
-    def _carry_out(self, run: Run) -> dict[str, Any]:
+    def was_alone(self, run: Run) -> bool:
+        """Whether no other run of this runner was under way at any time while this one was."""
+        return run.key not in self._shared
+
+    def _carry_out(self, run: Run) -> dict[str, Any] | None:
+        if not self._may_begin(run):
+            return None
+        begin = time.monotonic()
         folder = self.folder / run.name
         settings = self.folder / "settings" / f"{run.name}.toml"
         settings.parent.mkdir(parents=True, exist_ok=True)
         write(settings, toml.dumps(run.config.tables()).encode())
         command = [sys.executable, "-m", "lowtide", "train", "--config", str(settings), "--out", str(folder)]
-        status, output, complaint = self._call([*command, "--resume", "--json"], self.folder / f"{run.name}.log")
+        status, output, complaint = self._call(run, [*command, "--resume", "--json"])
         row = {**run.row(), "folder": str(folder)}
         if status != 0:
-            return {**row, "error": complaint or f"exit status {status}"}
+            return None if self._is_stopping else {**row, "error": complaint or f"exit status {status}"}
+        with self._lock:
+            self._took[run.method] = max(self._took.get(run.method, 0.0), time.monotonic() - begin)
         result = json.loads(output)
         about = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
         return {
@@ -118,39 +147,68 @@ class Runner:
             **{name: about[name] for name in ("revision", "device", "torch")},
         }
 
-    def _call(self, command: list[str], log: Path) -> tuple[int, str, str]:
+    def _may_begin(self, run: Run) -> bool:
+        with self._lock:
+            expected = self._took.get(run.method, min(self._took.values(), default=0.0))
+            return not self._is_stopping and time.monotonic() + expected <= self.deadline
+
+    def _call(self, run: Run, command: list[str]) -> tuple[int, str, str]:
         """Exit status, stdout, last line of stderr. All of stderr goes to the log, and is shown if one runs alone."""
         line = ""
-        with log.open("w", encoding="utf-8") as file:
+        with (self.folder / f"{run.name}.log").open("w", encoding="utf-8") as file:
             with self._lock:
                 if self._is_stopping:
                     return 130, "", "interrupted"
                 child = subprocess.Popen(
-                    command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_environment(self.jobs)
+                    command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=self._environment()
                 )
-                self._children.add(child)
+                self._children[child] = run
+                if len(self._children) > 1:
+                    self._shared.update(other.key for other in self._children.values())
             with child:
                 assert child.stdout is not None and child.stderr is not None, "both are pipes"
                 for line in child.stderr:
                     file.write(line)
-                    if self.jobs == 1:
+                    if self.watch is not None:
+                        self.watch(run, line.rstrip())
+                    elif self.jobs == 1:
                         say(f"  {line}", end="")
                 output = child.stdout.read()  # one line, which fits into the pipe
             with self._lock:
-                self._children.discard(child)
+                del self._children[child]
         return child.returncode, output, line.strip().removeprefix("lowtide: ")
 
+    def _environment(self) -> Mapping[str, str]:
+        """Several processes share the cores; threads of one that wait for those of another cost more than they
+        bring."""
+        if self.threads is not None:
+            return {**os.environ, "OMP_NUM_THREADS": str(self.threads)}
+        threads = str(max(1, (os.cpu_count() or 1) // self.jobs))
+        return os.environ if self.jobs == 1 else {"OMP_NUM_THREADS": threads, **os.environ}
+
+    def _set_timer(self) -> threading.Timer:
+        timer = threading.Timer(min(self.deadline - time.monotonic(), threading.TIMEOUT_MAX), self._stop)
+        timer.daemon = True
+        timer.start()
+        return timer
+
     def _stop(self) -> None:
+        """Ask those under way to end, and see that they do."""
         with self._lock:
             self._is_stopping = True
-            for child in self._children:
+            asked = list(self._children)
+            for child in asked:
                 child.terminate()
+        if asked:
+            timer = threading.Timer(_PATIENCE, _kill, [asked])
+            timer.daemon = True
+            timer.start()
 
 
-def _environment(jobs: int) -> Mapping[str, str]:
-    """Several processes share the cores; threads of one that wait for those of another cost more than they bring."""
-    threads = str(max(1, (os.cpu_count() or 1) // jobs))
-    return os.environ if jobs == 1 else {"OMP_NUM_THREADS": threads, **os.environ}
+def _kill(children: Iterable[subprocess.Popen[str]]) -> None:
+    """Those that have ended are past it."""
+    for child in children:
+        child.kill()
 
 
 def read_seeds(text: str) -> list[int]:

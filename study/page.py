@@ -1,0 +1,313 @@
+"""Make docs/results.md, its figures and study/results/summary.json from the files of results, and from nothing else.
+
+    python study/page.py            write them
+    python study/page.py --check    say which of them are not up to date; exit status 1 if one is not
+
+Published figures come from literature.csv and are marked as such.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from drawing import Line, draw
+from experiments import Experiment
+from summaries import Outcome, Summary, mean_curve, summarize_table
+
+from lowtide.app.compare.student import Estimate
+from lowtide.reports.text import size
+
+STUDY = Path(__file__).parent
+PAGE = Path("docs") / "results.md"
+MISSING = "not run yet"
+# What is claimed of the default on every CIFAR-10 net: points of accuracy, width of the interval, ratios.
+CLOSE, NARROW, CONVOLUTIONS, ALL = 0.1, 0.2, 15.0, 12.0
+_CLAIMED_ON = "cifar10_"
+_PICTURES = ("cifar10", "imagefolder")
+_INTRODUCTION = """# Results
+
+Made by `python study/page.py`; do not edit. Every number in the tables comes from the files in
+[study/results](../study/results), those marked *published* from [study/literature.csv](../study/literature.csv). The
+tables are what `study/*.toml` say, trained by `python study/run.py study/*.toml --data DATA`. What has no runs yet is
+said to have none.""".splitlines()
+_CLAIM = f"""Claimed of `budget` as it comes, on each CIFAR-10 net: accuracy within {CLOSE:g} points of plain training,
+or an interval that holds zero and is no wider than {NARROW:g}; inputs of convolutions at least {CONVOLUTIONS:g}x
+smaller in float32 terms on average over training, all that is saved at least {ALL:g}x."""
+_POSTER = """The columns of COMET's table: accuracy of plain and of compressed training, and the inputs of all
+convolutions of a batch, in float32 and as held, ours averaged over training. Nets and data differ, so the lines stand
+beside each other and not against each other."""
+_METHOD = """## How it was measured
+
+- Runs of one seed begin with the same weights and see the same batches, crops and dropout masks; the difference is that
+  of the method ([compare.md](compare.md) has the interval). Accuracies are those after the last epoch, not the best.
+- *Convolutions*: bytes held for the inputs of convolutions, against four bytes a value. *All saved*: bytes held for
+  everything that the model saves for backward, against what plain training in float32 saves, counted on fake tensors.
+  Bytes are averaged over the epochs before they are divided; after the slash is the last epoch. *Own dtype*: the same
+  averages against what plain training saves in the precision of the run, for convolutions and for all.
+- *Held* is the mean over training, *peak* the largest allocation of the process, weights, data and optimizer included.
+  *Samples/s* are given for runs that had the device to themselves; most runs shared it.""".splitlines()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parse(arguments)
+    stale = []
+    for path, text in make(options.study).items():
+        target = options.root / path
+        if target.exists() and target.read_text(encoding="utf-8") == text:
+            continue
+        stale.append(path)
+        if not options.check:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text, encoding="utf-8")
+    for path in stale:
+        print(f"{path} {'is not up to date: python study/page.py' if options.check else 'written'}")
+    return 1 if options.check and stale else 0
+
+
+def make(study: Path) -> dict[str, str]:
+    """All files by their path from the root of the repository."""
+    results = study / "results"
+    tables = [summarize_table(Experiment.read(path), results) for path in sorted(study.glob("*.toml"))]
+    figures = {f"study/figures/{table.experiment.name}.svg": _figure(table, results) for table in tables if table.rows}
+    parts = [
+        _INTRODUCTION,
+        _default(tables),
+        _poster(tables, study / "literature.csv"),
+        *(_table(table) for table in tables),
+        _harm(tables),
+        _missing(tables),
+        _METHOD,
+    ]
+    summary = {table.experiment.name: table.as_dict() for table in tables}
+    return {
+        PAGE.as_posix(): "\n".join(line for part in parts for line in (*part, "")).rstrip() + "\n",
+        "study/results/summary.json": json.dumps(summary, indent=1) + "\n",
+        **figures,
+    }
+
+
+def _default(tables: Sequence[Summary]) -> Iterator[str]:
+    yield "## The default against plain training"
+    yield ""
+    yield _CLAIM
+    yield ""
+    rows = []
+    for table in tables:
+        outcome, metric = table.default, table.experiment.metric
+        if outcome is None:
+            continue
+        verdict = judge(table) if table.experiment.name.startswith(_CLAIMED_ON) else ""
+        cells = [_value(table.base, metric), _value(outcome, metric), *_difference(outcome, metric)]
+        cells += [_times(outcome.mean("conv_ratio_fp32_mean")), _times(outcome.mean("ratio_fp32_mean"))]
+        rows.append([table.experiment.title, *cells, verdict])
+    heads = ["", "plain", "budget", "difference", "95 % interval", "convolutions", "all saved", "claim"]
+    yield from _markdown(heads, rows)
+
+
+def judge(table: Summary) -> str:
+    """Whether the claim holds for a net, and if not, what fails."""
+    outcome = table.default
+    if outcome is None or outcome.difference is None or table.base.value is None:
+        return MISSING
+    if min(len(outcome.rows), len(table.base.rows)) < outcome.variant.seeds:
+        return "runs are missing"
+    difference, failed = outcome.difference, []
+    low, high = difference.low, difference.high
+    is_narrow = low is not None and high is not None and low <= 0 <= high and high - low <= NARROW
+    if abs(difference.mean) > CLOSE and not is_narrow:
+        failed.append("accuracy")
+    if (outcome.mean("conv_ratio_fp32_mean") or 0.0) < CONVOLUTIONS:
+        failed.append("convolutions")
+    if (outcome.mean("ratio_fp32_mean") or 0.0) < ALL:
+        failed.append("all saved")
+    return f"fails: {', '.join(failed)}" if failed else "holds"
+
+
+def _poster(tables: Sequence[Summary], literature: Path) -> Iterator[str]:
+    yield "## Beside the published figures"
+    yield ""
+    yield _POSTER
+    yield ""
+    rows = []
+    for table in tables:
+        outcome = table.default
+        if outcome is None or table.experiment.settings["data"]["name"] not in _PICTURES:
+            continue
+        raw, held = outcome.mean("conv_raw_fp32"), outcome.mean("conv_held_mean")
+        values = [_value(table.base, "accuracy"), _value(outcome, "accuracy")]
+        values += [_bytes(raw), _bytes(held), _times(outcome.mean("conv_ratio_fp32_mean"))]
+        rows.append(["Lowtide, `budget`", table.experiment.title, *values, "this study"])
+    with literature.open(encoding="utf-8", newline="") as file:
+        for line in csv.DictReader(file):
+            given = [line[name] for name in ("baseline", "compressed", "before", "after")]
+            ratio = f"{line['ratio']}x" if line["ratio"] else ""
+            cells = [line["method"], f"{line['data']}, {line['net']}", *given, ratio]
+            rows.append([*cells, f"*published*: {line['source']}"])
+    yield from _markdown(["", "", "plain %", "compressed %", "float32", "held", "ratio", "from"], rows)
+
+
+def _table(table: Summary) -> Iterator[str]:
+    experiment, metric = table.experiment, table.experiment.metric
+    yield f"## {experiment.title}"
+    yield ""
+    if not table.rows:
+        yield f"{MISSING.capitalize()}: `python study/run.py study/{experiment.name}.toml`."
+        return
+    yield _conditions(table)
+    yield ""
+    rows = []
+    for outcome in table.outcomes:
+        cells = [f"{len(outcome.rows)} of {outcome.variant.seeds}", _value(outcome, metric)]
+        cells += [
+            *_difference(outcome, metric),
+            *(_average_and_final(outcome, kind) for kind in ("conv_ratio", "ratio")),
+        ]
+        own = [_times(outcome.mean(name)) for name in ("conv_ratio_mean", "ratio_mean")]
+        cells += [", ".join(filter(None, own)), _bytes(outcome.mean("held_mean")), _bytes(outcome.mean("peak"))]
+        rows.append([f"`{outcome.variant.text}`", *cells, _number(outcome.speed, "{:.0f}")])
+    unit = "test loss" if metric == "loss" else "accuracy %"
+    heads = ["", "runs", unit, "difference", "95 % interval", "convolutions, fp32", "all saved, fp32", "own dtype"]
+    yield from _markdown([*heads, "held", "peak", "samples/s"], rows)
+    yield ""
+    yield f"![Accuracy and ratio over the epochs](../study/figures/{experiment.name}.svg)"
+    yield ""
+    results, name = "../study/results", experiment.name
+    yield f"[Curves of every run]({results}/curves/{name}), [layers of seed 0]({results}/layers/{name})."
+
+
+def _conditions(table: Summary) -> str:
+    """Under which conditions the rows were measured; more than one of a kind is said too."""
+
+    def all_of(column: str) -> str:
+        return ", ".join(dict.fromkeys(row[column] for row in table.rows))
+
+    where = f"{all_of('device')}, torch {all_of('torch')}, revision {all_of('revision')}"
+    return f"{all_of('epochs')} epochs, batch {all_of('batch')}, {all_of('precision')}; {where}."
+
+
+def _harm(tables: Sequence[Summary]) -> Iterator[str]:
+    yield "## Where it loses"
+    yield ""
+    lines = [f"- {line}" for table in tables for line in _losses(table)]
+    if not any(table.rows for table in tables):
+        lines = [f"{MISSING.capitalize()}."]
+    yield from lines or ["No method shows a loss: every interval holds zero or lies on the better side of it."]
+
+
+def _losses(table: Summary) -> Iterator[str]:
+    metric = table.experiment.metric
+    for outcome in table.outcomes:
+        difference = outcome.difference
+        if difference is None or difference.low is None or difference.high is None:
+            continue
+        is_worse = difference.low > 0 if metric == "loss" else difference.high < 0
+        if is_worse:
+            mean, interval = _difference(outcome, metric)
+            unit = "of loss" if metric == "loss" else "points"
+            yield f"{table.experiment.title}: `{outcome.variant.text}` differs by {mean} {unit}, {interval}."
+    if table.experiment.name.startswith(_CLAIMED_ON) and (verdict := judge(table)).startswith("fails"):
+        yield f"{table.experiment.title}: the claim above {verdict}."
+    for row in table.failures:
+        yield f"{table.experiment.title}: `{row['method']}`, seed {row['seed']}, failed: {row['error']}"
+
+
+def _missing(tables: Sequence[Summary]) -> Iterator[str]:
+    yield "## Not run yet"
+    yield ""
+    lines = [
+        f"- {table.experiment.title}: `{outcome.variant.text}`, seeds {_missing_seeds(outcome)}"
+        for table in tables
+        for outcome in table.outcomes
+        if len(outcome.rows) < outcome.variant.seeds
+    ]
+    yield from lines or ["Nothing: every run of every table has a result."]
+
+
+def _missing_seeds(outcome: Outcome) -> str:
+    there = {int(row["seed"]) for row in outcome.rows}
+    return ", ".join(str(seed) for seed in range(outcome.variant.seeds) if seed not in there)
+
+
+def _figure(table: Summary, results: Path) -> str:
+    """Accuracy (or loss) and the ratio of all that is saved, the mean over the seeds."""
+    metric = "loss" if table.experiment.metric == "loss" else "accuracy"
+    score = 1.0 if metric == "loss" else 100.0
+
+    def lines(column: str, factor: float) -> list[Line]:
+        found = [(o.variant.text, mean_curve(o, results, column)) for o in table.outcomes if o.rows]
+        return [(name, [(x, factor * y) for x, y in points]) for name, points in found if points]
+
+    has_convolutions = any(outcome.mean("conv_ratio_fp32") for outcome in table.outcomes)
+    ratio = "conv_ratio_fp32" if has_convolutions else "ratio_fp32"
+    what = "inputs of convolutions" if has_convolutions else "all that is saved"
+    panels = [
+        ("test loss" if metric == "loss" else "test accuracy, %", lines(metric, score)),
+        (f"{what}: times smaller than in float32", lines(ratio, 1.0)),
+    ]
+    return draw(f"{table.experiment.title}: {metric} and ratio over the epochs", panels, forms=[_short, _short])
+
+
+def _short(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(heads)} |"
+    yield f"|{'---|' * len(heads)}"
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+
+
+def _value(outcome: Outcome, metric: str) -> str:
+    if outcome.value is None:
+        return MISSING
+    return f"{outcome.value.mean:.4f}" if metric == "loss" else f"{outcome.value.mean:.2f}"
+
+
+def _difference(outcome: Outcome, metric: str) -> tuple[str, str]:
+    """The mean difference from plain training and its interval."""
+    difference = outcome.difference
+    if difference is None:
+        return "", ""
+    form = "{:+.4f}" if metric == "loss" else "{:+.2f}"
+    return form.format(difference.mean), _interval(difference, form)
+
+
+def _interval(estimate: Estimate, form: str) -> str:
+    if estimate.low is None or estimate.high is None:
+        return "needs two seeds"
+    return f"{form.format(estimate.low)} to {form.format(estimate.high)}"
+
+
+def _average_and_final(outcome: Outcome, kind: str) -> str:
+    mean, final = outcome.mean(f"{kind}_fp32_mean"), outcome.mean(f"{kind}_fp32")
+    return "" if mean is None or final is None else f"{mean:.1f}x / {final:.1f}x"
+
+
+def _times(ratio: float | None) -> str:
+    return _number(ratio, "{:.1f}x")
+
+
+def _bytes(nbytes: float | None) -> str:
+    return "" if nbytes is None else size(round(nbytes))
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--study", type=Path, default=STUDY, metavar="FOLDER", help="default: that of this file")
+    parser.add_argument("--root", type=Path, default=STUDY.parent, metavar="FOLDER", help="of what is written")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""The scripts of the study on a net and a set so small that a run takes a fraction of a second."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from lowtide.app import cli
+from lowtide.app.compare.runs import Run, Runner
+
+STUDY = Path(__file__).parents[2] / "study"
+sys.path.insert(0, str(STUDY))
+
+_NET = """
+from torch import nn
+
+
+def net(num_classes):
+    return nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(),
+                         nn.Linear(128, num_classes))
+"""
+_TABLE = """
+[study]
+title = "Digits, a small net"
+
+[study.methods]
+plain = 2
+budget = 2
+exact = 1
+
+[model]
+name = "nets.py:net"
+
+[data]
+name = "digits"
+options = { train = 256, test = 64 }
+
+[train]
+epochs = 2
+batch = 64
+
+[optimizer]
+lr = 0.05
+"""
+
+
+def load(name: str) -> ModuleType:
+    """A script of the study, under a name that no other test has."""
+    spec = importlib.util.spec_from_file_location(f"study_{name}", STUDY / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where its dataclasses look for their types
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def runner() -> ModuleType:
+    return load("run")
+
+
+@pytest.fixture(scope="session")
+def page() -> ModuleType:
+    return load("page")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A table in an empty folder, which is the current one."""
+    monkeypatch.chdir(tmp_path)
+    Path("nets.py").write_text(_NET)
+    path = Path("digits.toml")
+    path.write_text(_TABLE)
+    return path
+
+
+@pytest.fixture
+def study(runner: ModuleType, table: Path) -> Callable[..., int]:
+    """Carries out the table; the exit status."""
+    return lambda *arguments: runner.main([str(table), "--results", "results", "--device", "cpu", *arguments])
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Runs are carried out in this process, one after the other; the list of what was called."""
+    made: list[str] = []
+
+    def call(self: Runner, run: Run, command: list[str]) -> tuple[int, str, str]:
+        made.append(f"{run.method.split(' = ')[0]} {run.seed}")
+        output, errors = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+            status = cli.main(command[3:])
+        assert self.watch is not None
+        complaint = ""
+        for line in errors.getvalue().splitlines():  # among them what the main thread says meanwhile
+            self.watch(run, line)
+            complaint = line.removeprefix("lowtide: ") if line.startswith("lowtide: ") else complaint
+        return status, output.getvalue(), complaint
+
+    monkeypatch.setattr(Runner, "_call", call)
+    return made
