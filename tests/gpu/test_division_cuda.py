@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from division_cases import BITS, DTYPES, Case, check, make_cases
@@ -37,8 +39,9 @@ def test_fresh_random_tensors(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nothing_waits_for_the_device(dtype: str, layout: torch.memory_format) -> None:
-    x = torch.randn(4, 24, 31, 29, device="cuda").to(DTYPES[dtype]).contiguous(memory_format=layout)
+@pytest.mark.parametrize("side", [31, 32])  # samples of the latter are whole groups
+def test_nothing_waits_for_the_device(side: int, dtype: str, layout: torch.memory_format) -> None:
+    x = torch.randn(4, 24, side, side, device="cuda").to(DTYPES[dtype]).contiguous(memory_format=layout)
     x[0, 0, 0, 0] = torch.nan
     for codec in (codecs.create("division"), codecs.create("norm_groups"), codecs.create("sample_groups", bits=3.0)):
         twin = kernels.twin(codec, x.device, x.dtype)
@@ -50,8 +53,9 @@ def test_nothing_waits_for_the_device(dtype: str, layout: torch.memory_format) -
 
 @pytest.mark.parametrize("name", ["norm_groups", "sample_groups"])
 def test_composed_twins_equal_their_codecs(name: str) -> None:
-    for layout in (torch.contiguous_format, torch.channels_last):
-        x = torch.randn(6, 40, 9, 11, device="cuda").contiguous(memory_format=layout)
+    layouts, shapes = (torch.contiguous_format, torch.channels_last), ((6, 40, 9, 11), (6, 40, 16, 8))
+    for layout, shape in itertools.product(layouts, shapes):  # samples of the second are whole groups
+        x = torch.randn(shape, device="cuda").contiguous(memory_format=layout)
         codec = codecs.create(name, bits=3.0)
         twin = kernels.twin(codec, x.device, x.dtype)
         payload = codec.encode(x, seed=5)
