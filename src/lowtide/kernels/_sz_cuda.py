@@ -186,18 +186,22 @@ class _Ready:
 class _Parts(Mapping[str, Tensor]):
     """The parts of a payload that lie in one buffer (heads, headers, words), cut out of it when somebody asks."""
 
-    __slots__ = ("_buffer", "_ready")
+    __slots__ = ("_buffer", "_parts", "_ready")
 
     def __init__(self, buffer: Tensor, ready: _Ready) -> None:
         self._buffer, self._ready = buffer, ready
+        self._parts: dict[str, Tensor] | None = None
 
     def _cut(self) -> dict[str, Tensor]:
-        job = self._ready.encoding
-        heads, words = self._buffer[: job.heads], self._buffer[job.words_from :]
-        if not job.headers:
-            return {"heads": heads, "words": words, **self._ready.parts}
-        headers = self._buffer[job.headers_from : job.words_from].view(torch.uint8)[: job.headers]
-        return {"headers": headers, "offsets": heads, "words": words, **self._ready.parts}
+        if self._parts is None:
+            job = self._ready.encoding
+            heads, words = self._buffer[: job.heads], self._buffer[job.words_from :]
+            if job.headers:
+                headers = self._buffer[job.headers_from : job.words_from].view(torch.uint8)[: job.headers]
+                self._parts = {"headers": headers, "offsets": heads, "words": words, **self._ready.parts}
+            else:
+                self._parts = {"heads": heads, "words": words, **self._ready.parts}
+        return self._parts
 
     def __getitem__(self, name: str) -> Tensor:
         return self._cut()[name]
