@@ -136,7 +136,7 @@ def measure(batch: int, size: int, amp: bool, seeds: int) -> dict[str, Any]:
     noise_floor = squared({name: part - exact[name] for name, part in bench.gradients().items()}) / squared(exact)
 
     predicted = predicted_conv_noise(bench)
-    with_convs = lowtide.attach(bench.model, **BOUNDS, rules=KEEP_NORMS)
+    with_convs = lowtide.attach(bench.model, "fixed", **BOUNDS, rules=KEEP_NORMS)
     lossy = bench.gradients()
     with_convs.detach()
     ratios = torch.tensor(
@@ -145,7 +145,7 @@ def measure(batch: int, size: int, amp: bool, seeds: int) -> dict[str, Any]:
 
     shares, mean = [], {name: torch.zeros_like(part) for name, part in exact.items()}
     for seed in range(seeds):
-        tide = lowtide.attach(bench.model, **BOUNDS, seed=seed)
+        tide = lowtide.attach(bench.model, "fixed", **BOUNDS, seed=seed)
         lossy = bench.gradients()
         assert all(bool(part.isfinite().all()) for part in lossy.values()), "gradients are not finite"
         error = {name: lossy[name] - exact[name] for name in exact}
@@ -155,7 +155,7 @@ def measure(batch: int, size: int, amp: bool, seeds: int) -> dict[str, Any]:
         tide.detach()
     share = sum(shares) / len(shares)
 
-    tide = lowtide.attach(bench.model, **BOUNDS)
+    tide = lowtide.attach(bench.model, "fixed", **BOUNDS)
     bench.gradients()
     bench.model.zero_grad()
     logits = bench.forward()

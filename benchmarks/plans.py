@@ -28,7 +28,7 @@ from lowtide.errors import LowtideError
 from lowtide.planner import Plan, Planner
 from lowtide.registry import METHODS
 from lowtide.reports.text import size, table
-from lowtide.session import DEFAULT_METHOD, attach
+from lowtide.session import attach
 from lowtide.stores.host import Host
 
 COLUMNS = (
@@ -45,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=int, default=256, help="samples in a batch (default: %(default)s)")
     add("--precision", default="bf16", choices=workload.PRECISIONS, help="(default: %(default)s)")
     add("--budgets", default="2GiB,4GiB,8GiB", help="sizes, separated by commas (default: %(default)s)")
-    add("--method", default=DEFAULT_METHOD, choices=METHODS.names(), help="of compressed blocks (default: %(default)s)")
+    add("--method", default="fixed", choices=METHODS.names(), help="of compressed blocks (default: %(default)s)")
     add("--steps", type=int, default=4, help="that the planner runs in each way (default: %(default)s)")
     add("--warm", type=int, default=4, help="untimed steps with a plan (default: %(default)s)")
     add("--repeats", type=int, default=8, help="timed steps, of which the median counts (default: %(default)s)")

@@ -41,7 +41,7 @@ def measure(name: str, device: str, amp: bool) -> dict[str, Any]:
     model = entry.build().to(device)
     inputs, target = entry.example(case["batch"], **case.get("example", {}))
     inputs, target = inputs.to(device), target.to(device)
-    with lowtide.compress(model) as tide:
+    with lowtide.compress(model, "fixed") as tide:
         with torch.autocast(device, torch.bfloat16, enabled=amp):
             output = model(inputs)
         entry.loss(output.float(), target).backward()

@@ -20,12 +20,13 @@ class LowtideWarning(UserWarning):
 class UnknownNameError(LowtideError, ValueError):
     """A codec, method, controller, store, model or option that does not exist."""
 
-    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+    def __init__(self, kind: str, name: str, known: Iterable[str], *, elsewhere: str = "") -> None:
+        """``elsewhere``: a sentence on where the name is known, which is better than a guess at what was meant."""
         choices = sorted(known)
         near = difflib.get_close_matches(str(name), choices, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        super().__init__(f"unknown {kind} {name!r}; known: {', '.join(choices) or '(none)'}.{hint}")
-        self.kind, self.name, self.known = kind, name, tuple(choices)
+        hint = elsewhere or (f"Did you mean {near[0]!r}?" if near else "")
+        super().__init__(f"unknown {kind} {name!r}; known: {', '.join(choices) or '(none)'}. {hint}".rstrip())
+        self.kind, self.name, self.known, self.elsewhere = kind, name, tuple(choices), elsewhere
 
 
 class BoundError(LowtideError, ValueError):

@@ -67,11 +67,19 @@ class Pipeline:
     """Settles entries: decides for each save of a tensor, encodes once, and lets the tensor go."""
 
     def __init__(
-        self, policy: Policy, store: Store, ledger: Ledger, *, seed: int, check: bool | str, refresh: int
+        self,
+        policy: Policy,
+        store: Store,
+        ledger: Ledger,
+        *,
+        seed: int,
+        check: bool | str,
+        refresh: int,
+        waits: bool = False,
     ) -> None:
         self.policy, self.store, self.ledger = policy, store, ledger
         self.seed, self.check = seed, check
-        self.sites = Sites(refresh)
+        self.sites = Sites(refresh, waits=waits)
         self.step = 0
         self.coded = 0
         self._uses: dict[str, int] = {}

@@ -37,14 +37,19 @@ class Registry:
         part: type = getattr(module, exported[0])
         return part
 
+    def options(self, name: str) -> tuple[str, ...]:
+        """What ``create`` takes for ``name``."""
+        return tuple(item.name for item in dataclasses.fields(self.load(name)) if item.init)
+
     def create(self, name: str, **options: Any) -> Any:
-        """An instance of ``name``; an option it does not have is refused by name."""
-        part = self.load(name)
-        known = [item.name for item in dataclasses.fields(part) if item.init]
+        """An instance of ``name``; an option it does not have is refused by name, and those that have it are named."""
+        known = self.options(name)
         for option in options:
             if option not in known:
-                raise UnknownNameError(f"option of {self.kind} {name!r}", option, known)
-        return part(**options)
+                owners = ", ".join(other for other in self.names() if option in self.options(other))
+                elsewhere = f"{self.kind.capitalize()}s that have it: {owners}." if owners else ""
+                raise UnknownNameError(f"option of {self.kind} {name!r}", option, known, elsewhere=elsewhere)
+        return self.load(name)(**options)
 
 
 @cache

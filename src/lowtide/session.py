@@ -29,9 +29,11 @@ from lowtide.reports import Report
 from lowtide.stores import Store
 
 STATE_VERSION = 3
-DEFAULT_METHOD = "fixed"
+DEFAULT_METHOD = "budget"
 MIN_SIZE = 16384  # bytes; what is smaller costs more to handle than it takes
 _CHECKS = (False, True, "full")
+_MOST_RESTARTS = 64  # of gradients within a step: a gradient scaler that looks for its factor skips fewer
+_MOST_FORWARDS = 1 << 12  # within a step that is measured
 
 
 class Session:
@@ -67,8 +69,9 @@ class Session:
         own = boundary_rules(boundary, values) if again else ()
         policy = Policy(self.controller, values, given + own, poison=bool(check), given=len(given))
         self._pipeline = Pipeline(
-            policy, _find_store(store, chosen), self.ledger, seed=seed, check=check, refresh=refresh
-        )
+            policy, _find_store(store, chosen), self.ledger, seed=seed, check=check, refresh=refresh,
+            waits=getattr(self.controller, "follows_sizes", False),
+        )  # fmt: skip
         self._capture = capture = Capture(
             model, self.ledger, self._pipeline.settle, self._pipeline.left, min_size=min_size, recast=recast
         )
@@ -121,6 +124,7 @@ class Session:
 
     def _begin_step(self) -> None:
         """Have what the controller asks for measured in the step that begins now; as a rule that is nothing."""
+        self._forwards = 0
         wish = self.controller.wants(self._pipeline.step)
         if wish is not None:
             self._collector.begin(wish)
@@ -162,6 +166,9 @@ class Session:
     def _after_forward(self, scope: Scope) -> None:
         self._pipeline.let_go()
         self._pipeline.policy.warn_unmatched(path or ROOT for path, _, _ in scope.calls)
+        self._forwards += 1
+        if self._collector.restarts >= _MOST_RESTARTS or self._forwards >= _MOST_FORWARDS:
+            self._give_up_measuring()
         policy = self._pipeline.policy
         idle = scope.packed and not self._pipeline.coded and policy.values is not None and not policy.is_waiting
         if idle and not self._warned_idle:
@@ -174,13 +181,27 @@ class Session:
                 stacklevel=2,
             )
 
+    def _give_up_measuring(self) -> None:
+        """Steps go by that nobody counts: what is measured in one would pile up, and slow down every forward."""
+        if self._capture.on_named is None:
+            return
+        self._capture.on_named = None
+        self._collector.close()
+        warnings.warn(
+            f"method {self.method!r} sets bounds when a step ends, and none has ended in {self._forwards} forwards; "
+            "bounds stay as they are. Give attach the optimizer that steps, or call session.step() after each step",
+            LowtideWarning,
+            stacklevel=3,
+        )
+
 
 def attach(model: nn.Module, method: str = DEFAULT_METHOD, **options: Any) -> Session:
     """Hold what ``model`` saves for backward compressed, from now until ``detach``.
 
     Args:
         model: any eager module; it is not changed or wrapped, and its state dict and results stay as they are.
-        method: a named method; ``"exact"`` is bit-equal to plain training.
+        method: a named method; by default ``"budget"``, whose bounds follow from the gradient noise that you allow.
+            ``"fixed"`` takes your bounds, ``"exact"`` is bit-equal to plain training.
         optimizer: steps are then counted by its post-step hook; otherwise call ``session.step()``.
         rules: ordered rules (objects, dicts, or the path of a TOML file) that override the method site by site.
         store: where payloads wait for backward: ``"device"`` or ``"host"`` (pinned memory), or a store with options of
@@ -195,8 +216,8 @@ def attach(model: nn.Module, method: str = DEFAULT_METHOD, **options: Any) -> Se
         refresh: bounds given as multiples of a statistic, and the tables of coders, are measured again every so many
             saves of a place in the model (and at its saves 1, 4 and 16); 1 measures at every save.
         seed: of the dither; the global RNG is never touched.
-        options: of the method (``noise=0.01`` or ``memory="8GiB"`` of method ``budget``); an unknown one is refused by
-            name.
+        options: of the method (``noise=0.01`` or ``memory="8GiB"`` of method ``budget``); one that it does not have is
+            refused, and the methods that have it are named.
     """
     if not isinstance(model, nn.Module):
         raise AttachError(f"attach wants an nn.Module, got {type(model).__name__}")
@@ -206,7 +227,8 @@ def attach(model: nn.Module, method: str = DEFAULT_METHOD, **options: Any) -> Se
 @contextlib.contextmanager
 def compress(model: nn.Module | None = None, method: str = DEFAULT_METHOD, **options: Any) -> Iterator[Session]:
     """The same for a ``with`` block. What a loss saves outside the model counts too, but is kept as it is where no
-    later save leads back to its op. Without a model, saves are named by their op alone.
+    later save leads back to its op. Without a model, saves are named by their op alone. Methods that set their own
+    bounds learn from step to step: a block of one step has their first ones.
     """
     session = Session(model, method, **options)
     try:

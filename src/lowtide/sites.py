@@ -33,6 +33,7 @@ _SETTLED = 8  # saves after a model was made, when payloads have the size that i
 _DRIFT = 0.02
 _LEAP = 0.26  # bits between two bounds beyond which the model of one does not serve the other
 _AT_REST = 3  # saves under the same bound
+_FEW_PIECES = 48  # of a tensor, for a model that is waited for
 
 
 class Survey:
@@ -95,8 +96,9 @@ class Memo:
 class Sites:
     """The memos of a session."""
 
-    def __init__(self, refresh: int) -> None:
+    def __init__(self, refresh: int, *, waits: bool = False) -> None:
         self.refresh = refresh
+        self._waits = waits  # for a model and for sizes where a bound has leapt, because bounds follow from sizes
         self._memos: dict[tuple[str, str, str, tuple[int, ...]], Memo] = {}
         self._not_two_valued: set[str] = set()
 
@@ -141,11 +143,7 @@ class Sites:
             grid = grid if grid is not None else codec.grid(x, memo.bound)
             memo.plan = dataclasses.replace(memo.plan, grid=grid)
         if memo.leap:
-            # Codes of another bound are other symbols: until they have been looked at, they go without a model.
-            memo.plan = dataclasses.replace(memo.plan, model=None)
-            if memo.rate:
-                memo.rate = 1.2 * memo.rate + (1 + max(memo.leap, 0)) / 32 if math.isfinite(memo.leap) else 0.0
-            memo.leap, memo.leapt, memo.survey = 0.0, memo.saves, None
+            self._leap(memo, codec, x)
         if memo.survey is not None:
             fitted = memo.survey.model(codec, memo, x.numel())
             if fitted is not None:
@@ -154,6 +152,20 @@ class Sites:
                 memo.fitted, memo.usual, memo.leapt = memo.saves, 0.0, 0
         elif getattr(codec, "learns", True) and self._wants_model(memo, due):
             memo.survey = Survey(codec.survey(x, memo.plan.grid))
+
+    def _leap(self, memo: Memo, codec: Any, x: Tensor) -> None:
+        """Codes of another bound are other symbols: until they have been looked at, they go without a model."""
+        model, leap = None, memo.leap
+        memo.leap, memo.leapt, memo.survey = 0.0, memo.saves, None
+        if self._waits and getattr(codec, "learns", True):
+            sample = codec.survey(x, memo.plan.grid, pieces=_FEW_PIECES).cpu()
+            model = codec.fit(memo.plan.grid, sample, x.numel(), memo.zero_code, memo.plan).model
+            memo.fitted, memo.usual, memo.leapt = memo.saves, 0.0, 0
+        memo.plan = dataclasses.replace(memo.plan, model=model)
+        if self._waits or not math.isfinite(leap):
+            memo.rate = 0.0
+        elif memo.rate:
+            memo.rate = 1.2 * memo.rate + (1 + max(leap, 0)) / 32
 
     def _wants_model(self, memo: Memo, due: bool) -> bool:
         if memo.leapt:  # a bound that has just leapt may do so again

@@ -43,23 +43,24 @@ class Claim:
     """One gradient that a site's error reaches.
 
     ``sensitivity``: added variance of that gradient for an error of variance one in the unit of the site's bound.
-    ``energy``: its squared norm. ``uses``: how many sites feed their noise into the same gradient.
+    ``energy``: its squared norm. ``uses``: how many sites feed their noise into the same gradient, ``weight`` a number
+    that the claims of these sites have in common; None if the gradient is this site's alone.
     """
 
     kind: str
     sensitivity: float
     energy: float
     uses: int = 1
+    weight: int | None = None
 
     @property
     def gain(self) -> float:
         """Noise as a share of the energy, per unit of variance; zero where there is no gradient to disturb."""
         return self.sensitivity / self.energy if self.energy > 0 else 0.0
 
-    def without_noise(self, variance: float) -> Claim:
-        """The energy as it would be without the noise of errors of this variance, which was measured along with it."""
-        noise = min(variance * self.sensitivity * self.uses, self.energy / 2)
-        return dataclasses.replace(self, energy=self.energy - noise)
+    def without_noise(self, noise: float) -> Claim:
+        """The energy as it would be without this added variance, which was measured along with it."""
+        return dataclasses.replace(self, energy=self.energy - min(noise, self.energy / 2))
 
 
 @dataclass(frozen=True, slots=True)

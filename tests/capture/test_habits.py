@@ -51,7 +51,7 @@ def sites(session: lowtide.Session) -> list[tuple[str, str, str, int]]:
 def test_names_are_those_that_the_graph_gives(function, walked):
     torch.manual_seed(0)
     model, x = Block(function), torch.randn(4, 3, 12, 12)
-    session = lowtide.attach(model, min_size=0)
+    session = lowtide.attach(model, "fixed", min_size=0)
     seen = []
     for _ in range(5):
         seen.append((run(model, walked, x), sites(session)))
@@ -66,14 +66,14 @@ def test_names_are_those_that_the_graph_gives(function, walked):
 def test_the_graph_is_asked_again_now_and_then(walked, monkeypatch):
     monkeypatch.setattr("lowtide.capture.habits._EVERY", 4)
     model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), torch.randn(4, 3, 12, 12)
-    lowtide.attach(model, min_size=0)
+    lowtide.attach(model, "fixed", min_size=0)
     asked = [bool(run(model, walked, x)) for _ in range(8)]
     assert asked == [True, True, False, True, False, False, False, True]
 
 
 def test_a_layer_that_is_frozen_later_is_looked_at_anew(walked):
     model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)), torch.randn(4, 3, 12, 12)
-    session = lowtide.attach(model, min_size=0)
+    session = lowtide.attach(model, "fixed", min_size=0)
     for _ in range(3):
         run(model, walked, x)
         session.step()
@@ -103,13 +103,13 @@ def replaced() -> nn.Module:
 @pytest.mark.parametrize("make", [lambda: Doubling(3, 8, 3), hooked, replaced], ids=["subclass", "hook", "forward"])
 def test_other_layers_are_always_looked_up(make, walked):
     model, x = nn.Sequential(make()), torch.randn(4, 3, 12, 12, requires_grad=True)
-    lowtide.attach(model, min_size=0)
+    lowtide.attach(model, "fixed", min_size=0)
     assert all(run(model, walked, x) for _ in range(5))
 
 
 def test_a_hook_that_comes_later_ends_the_habit(walked):
     model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)), torch.randn(4, 3, 12, 12)
-    lowtide.attach(model, min_size=0)
+    lowtide.attach(model, "fixed", min_size=0)
     for _ in range(3):
         run(model, walked, x)
     assert not walked

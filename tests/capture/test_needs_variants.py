@@ -99,7 +99,7 @@ def test_relu_before_a_convolution_costs_no_tensor_of_its_own(build, gradients, 
     model = build(lambda self, x: self.b(self.a(x).relu()), a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 8, 3))
     x = torch.randn(4, 3, 16, 16)
     plain = gradients(model, x)
-    session = lowtide.attach(model, linear="1 std")
+    session = lowtide.attach(model, "fixed", linear="1 std")
     coded = gradients(model, x)
     sites = {entry.name: entry for entry in session.report().sites}
     assert sites["(model):relu.result"].codec == "in sz"

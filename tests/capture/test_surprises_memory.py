@@ -50,10 +50,10 @@ def test_addresses_of_freed_tensors_are_used_again(gradients, how):
     model, x = _mlp(12), torch.randn(64, 64)
     plain = gradients(model, x)
     if how == "attach":
-        lowtide.attach(model, check="full", linear=1e-6, pointwise=1e-6)
+        lowtide.attach(model, "fixed", check="full", linear=1e-6, pointwise=1e-6)
         coded = gradients(model, x)
     else:
-        with lowtide.compress(model, check="full", linear=1e-6, pointwise=1e-6):
+        with lowtide.compress(model, "fixed", check="full", linear=1e-6, pointwise=1e-6):
             coded = gradients(model, x)
     for expected, got in zip(plain, coded, strict=True):
         assert (expected - got).abs().max() < 1e-3  # one mistaken tensor changes a gradient by 1 and more
@@ -188,7 +188,7 @@ def test_views_of_one_fused_projection_are_coded_apart(build, gradients, node):
 
     model, x = build(forward, qkv=nn.Linear(64, 192)), torch.randn(64, 64)
     plain = gradients(model, x)
-    session = lowtide.attach(model, check="full", product=1e-4, pointwise=1e-4)
+    session = lowtide.attach(model, "fixed", check="full", product=1e-4, pointwise=1e-4)
     output = model(x)
     sites = {entry.name: entry for entry in session.report().sites}
     views = [sites[f"(model):mul.{field}"] for field in ("self#1", "other#1", "other")]

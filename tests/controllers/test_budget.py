@@ -70,13 +70,32 @@ def test_the_bound_uses_up_the_share():
 
 
 def test_the_energy_counts_without_the_noise():
-    """Measured with the bound of the warm-up in force, 0.5: v = 0.25 / 3 for each of the two sites that feed it."""
+    """Measured with the bound of the warm-up in force, 0.5: v = 0.25 / 3 at each of the two sites that feed it."""
     budget = Budget(warm_up="0.5 std", checks=0)
-    budget.bound(Site("a", "addmm", "mat1"), LINEAR)
-    feed(budget, 0, site("a:addmm.mat1", (Claim(WEIGHT, 1.0, 1.0, uses=2),)))
+    names = "a:addmm.mat1", "b:addmm.mat1", "c:addmm.mat1"
+    for name in names:
+        budget.bound(Site(name[0], "addmm", "mat1"), LINEAR)
+    feed(
+        budget, 0,
+        site(names[0], (Claim(WEIGHT, 1.0, 1.0, uses=2, weight=0),)),
+        site(names[1], (Claim(WEIGHT, 3.0, 1.0, uses=2, weight=0),)),
+        site(names[2], (Claim(WEIGHT, 1.0, 1.0, weight=1),)),
+    )  # fmt: skip
     error = _levels.variance(0.5, "float32")
     assert error == pytest.approx(0.25 / 3, rel=0.01)
-    assert budget.noise_by_site()["a:addmm.mat1"].predicted == pytest.approx(error / (1 - 2 * error))
+    expected = [error / (1 - 4 * error), 3 * error / (1 - 4 * error), error / (1 - error)]
+    noise = budget.noise_by_site()
+    assert [noise[name].predicted for name in names] == pytest.approx(expected)
+
+
+def test_a_site_that_is_held_exactly_adds_no_noise():
+    """It feeds the weight, too, but a rule of the user's keeps it: the energy has nothing of it to be freed from."""
+    budget = Budget(warm_up="0.5 std", checks=0)
+    budget.bound(Site("a", "addmm", "mat1"), LINEAR)
+    kept = site("n:native_batch_norm.input", (Claim(BELOW, 1.0, 1.0, uses=2, weight=0),), family="norm", unit="std")
+    feed(budget, 0, site("a:addmm.mat1", (Claim(WEIGHT, 1.0, 1.0, uses=2, weight=0),)), kept)
+    error = _levels.variance(0.5, "float32")
+    assert budget.noise_by_site()["a:addmm.mat1"].predicted == pytest.approx(error / (1 - error))
 
 
 def test_sites_that_feed_one_gradient_share_it():

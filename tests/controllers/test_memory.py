@@ -128,6 +128,27 @@ def test_ratios_are_met(share):
     assert any("met, added noise about" in event for event in tide.report().events)
 
 
+@pytest.mark.parametrize("share", [0.25, 0.12])
+def test_ratios_are_met_with_tables_that_follow_the_bounds(share):
+    """The sizes that bounds follow from are those of a coder that has a model of the codes, not of one without."""
+    shares, _, _ = held_in_training("cnn", 52, memory=share, period=100, coder="rans")
+    assert all(0.97 * share <= item <= 1.03 * share for item in shares[44:]), shares
+
+
+@pytest.mark.parametrize("slope", [0.5, 1.0, 1.9])
+def test_a_coder_whose_bits_fall_faster_than_expected_is_not_chased_around(slope):
+    """Two sizes on either side of the target for ever: that is what full strides lead to."""
+    memory, level, seen = Memory(0.25), 0.0, []
+    for _ in range(40):
+        bits = 10.0 - slope * level
+        seen.append(bits)
+        if abs(bits - 8.0) < 0.1:
+            break
+        memory._pace(bits > 8.0)
+        level += memory._stride * (bits - 8.0)  # the model: one bit for each octave
+    assert len(seen) < 20 and abs(seen[-1] - 8.0) < 0.1, seen
+
+
 def test_bytes_are_met():
     _, held, _ = held_in_training("cnn", 28, memory="300KiB", period=20)
     assert all(0.97 <= item / (300 * 1024) <= 1.03 for item in held[24:]), held

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lowtide.capture import sensitivity
 from lowtide.capture.producer import Producer
 from lowtide.capture.spot import SpotCheck
+from lowtide.capture.sums import Arrived
 from lowtide.records import Site
 from lowtide.statistics import BELOW, PROPAGATED, SCALE, WEIGHT
 
@@ -45,13 +46,15 @@ def predicted(op: str, field: str, family: str, y: Tensor, gy: Tensor, x: Tensor
         probes = sensitivity.probes(Site("", op, field), family, node, x.detach())
         grads = node(gy, *[None] * (len(node._input_metadata) - 1))
         grads = grads if isinstance(grads, tuple) else (grads,)
-        return {probe.kind: VARIANCE * float(probe.measure(grads, gy)) for probe in probes}
+        return {probe.kind: VARIANCE * float(probe.measure(grads, Arrived(gy))) for probe in probes}
 
 
 CONVOLUTIONS = {
     "3x3": (relu(4, 16, 9, 9), (12, 16, 3, 3), {"padding": 1}),
     "3x3, stride 2": (relu(4, 16, 9, 9), (12, 16, 3, 3), {"padding": 1, "stride": 2}),
     "1x1": (relu(4, 16, 6, 6), (12, 16, 1, 1), {}),
+    "1x1, stride 2, padding": (relu(4, 16, 9, 9), (12, 16, 1, 1), {"padding": 1, "stride": 2}),
+    "3x1": (relu(4, 16, 9, 9), (12, 16, 3, 1), {"padding": (1, 0), "stride": (1, 2)}),
     "groups, dilation": (relu(4, 16, 9, 9), (12, 8, 3, 3), {"padding": 2, "groups": 2, "dilation": 2}),
     "1-d": (relu(6, 16, 20), (12, 16, 5), {"padding": 2}),
     "3-d": (relu(2, 16, 5, 5, 5), (12, 16, 3, 3, 3), {"padding": 1}),
@@ -73,6 +76,26 @@ def test_convolution(case):
 
     expected = predicted("convolution", "input", "linear", y, gy, x)[WEIGHT]
     assert measured(gradient, x, 1.0, 60) == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_windows_count_by_what_is_in_them(groups):
+    """gY is large where x is sparse: the mean number of non-zeros would predict far more noise."""
+    x, weight = relu(4, 16, 12, 12), normal(12, 16 // groups, 3, 3).requires_grad_()
+    x[..., :6] *= torch.rand(4, 16, 12, 6) < 0.1
+    y = F.conv2d(x, weight, padding=1, groups=groups)
+    gy = torch.randn_like(y)
+    gy[..., 5:] *= 0.02
+
+    def gradient(values: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return torch.autograd.grad(F.conv2d(values, weight, padding=1, groups=groups), weight, gy)[0]
+
+    expected = predicted("convolution", "input", "linear", y, gy, x)[WEIGHT]
+    evenly = VARIANCE * float(gy.square().sum() * (x != 0).double().mean()) * 9 * 16 / groups
+    found = measured(gradient, x, 1.0, 100)
+    assert found == pytest.approx(expected, rel=0.05)
+    assert evenly > 3 * found
 
 
 @pytest.mark.parametrize("options", [{"stride": 2, "padding": 1, "output_padding": 1}, {"groups": 2}], ids=str)
@@ -145,7 +168,7 @@ def test_the_weight_below_a_batch_norm(kind):
     with torch.no_grad():
         probes = sensitivity.probes(Site("", "native_batch_norm", "input"), "norm", node, at, producer)
         probe = next(probe for probe in probes if probe.kind == BELOW)
-        expected = VARIANCE * float(probe.measure((), gy))
+        expected = VARIANCE * float(probe.measure((), Arrived(gy)))
     assert probe.weight is weight
 
     def gradient(values: Tensor) -> Tensor:

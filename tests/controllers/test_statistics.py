@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.statistics import PROPAGATED, SCALE, WEIGHT, Statistics, Wish
+from lowtide.statistics import BELOW, PROPAGATED, SCALE, WEIGHT, Statistics, Wish
 
 FIRST, SECOND, THIRD = "0:addmm.mat1", "2:addmm.mat1", "4:addmm.mat1"
 
@@ -226,6 +226,34 @@ def test_frozen_layers_and_shared_weights(x, spy):
     for site in uses:
         assert site.claim(WEIGHT).uses == 2
         assert site.claim(WEIGHT).energy == pytest.approx(total, rel=1e-5)
+    assert uses[0].claim(WEIGHT).weight == uses[1].claim(WEIGHT).weight
+
+
+def test_a_batch_norm_finds_the_layer_below_in_every_branch(spy):
+    """Two branches before their sum: by the time a norm's save has a name, the layer of the other one has run."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)
+            self.side, self.side_norm = nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.norm(self.conv(torch.relu(x)))
+            out += self.side_norm(self.side(torch.tanh(x)))
+            return torch.relu(out)
+
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), Block())
+    session, spying = spy(model)
+    model(torch.randn(4, 3, 8, 8)).square().mean().backward()
+    session.step()
+    session.step()
+    sites = last(spying).sites
+    for layer, norm in (("conv", "norm"), ("side", "side_norm")):
+        own = sites[f"1.{layer}:convolution.input"].claim(WEIGHT)
+        below = sites[f"1.{norm}:native_batch_norm.input"].claim(BELOW)
+        assert below is not None, norm
+        assert (below.weight, below.uses, below.energy) == (own.weight, 2, own.energy)
 
 
 def test_sites_of_one_tensor_know_each_other(spy):
@@ -291,6 +319,29 @@ def test_a_bfloat16_forward(spy):
     assert site.claim(WEIGHT).energy == pytest.approx(total, rel=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_a_net_of_one_dtype(spy, dtype):
+    """Parameters and a norm's statistics in 16 bits, too: sums are taken in float32, and agree with float64."""
+
+    def statistics(dtype: torch.dtype) -> Statistics:
+        torch.manual_seed(0)
+        layers = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4)
+        model = nn.Sequential(*layers).to(dtype)
+        session, spying = spy(model)
+        model(torch.randn(16, 3, 8, 8).to(dtype)).square().mean().backward()
+        session.step()
+        session.step()
+        session.detach()
+        return last(spying)
+
+    found, exact = statistics(dtype).sites, statistics(torch.float64).sites
+    claims = {(name, claim.kind): claim for name, site in found.items() for claim in site.claims}
+    assert len(claims) == 5
+    for (name, kind), claim in claims.items():
+        reference = exact[name].claim(kind)
+        assert claim.gain == pytest.approx(reference.gain, rel=0.1), (name, kind)
+
+
 def test_gradients_that_go_elsewhere_are_not_mistaken_for_zero(mlp, x, spy):
     """``torch.autograd.grad`` adds to no weight: there is no energy to compare with, so there is no claim."""
     session, spying = spy(mlp)
@@ -299,6 +350,16 @@ def test_gradients_that_go_elsewhere_are_not_mistaken_for_zero(mlp, x, spy):
     session.step()
     assert last(spying).sites[THIRD].claims == ()
     assert last(spying).sites[THIRD].gradient > 0
+
+
+def test_a_norm_whose_scale_gets_no_gradient(spy):
+    """``torch.autograd.grad`` of a weight below: what the norm's formula reads is not there, and nobody stumbles."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.BatchNorm2d(4))
+    session, spying = spy(model)
+    torch.autograd.grad((model(torch.randn(4, 3, 8, 8)) ** 3).mean(), [model[0].weight])
+    session.step()
+    session.step()
+    assert all(site.claim(PROPAGATED) is None for site in last(spying).sites.values())
 
 
 def test_a_loss_is_handed_over_one_step_later(mlp, spy):

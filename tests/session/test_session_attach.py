@@ -18,12 +18,14 @@ from lowtide.errors import AttachError, UnknownNameError
     [
         ({"method": "fixd"}, r"unknown method 'fixd'; known: .*exact, fixed.* Did you mean 'fixed'\?"),
         ({"method": None}, "unknown method None; known: .*exact"),
-        ({"bound": 1}, "unknown option of method 'fixed' 'bound'; known: attention, coder, linear"),
-        ({"pointwize": 1}, "unknown option of method 'fixed' 'pointwize'; .*Did you mean 'pointwise'"),
+        ({"bound": 1}, "unknown option of method 'budget' 'bound'; known: checks, coder, factor"),
+        ({"linear": "1 std"}, "unknown option of method 'budget' 'linear'; .* Methods that have it: cusz, fixed"),
+        ({"method": "fixed", "bound": 1}, "unknown option of method 'fixed' 'bound'; known: attention, coder, linear"),
+        ({"method": "fixed", "pointwize": 1}, "option of method 'fixed' 'pointwize'; .*Did you mean 'pointwise'"),
         ({"method": "exact", "linear": 1}, r"unknown option of method 'exact' 'linear'; known: \(none\)"),
         ({"rounding": "up"}, "unknown rounding 'up'; known: dither, nearest"),
         ({"coder": "zip"}, "unknown coder 'zip'"),
-        ({"linear": "0.4 sd"}, "unknown unit of a bound 'sd'; .*Did you mean 'std'"),
+        ({"method": "fixed", "linear": "0.4 sd"}, "unknown unit of a bound 'sd'; .*Did you mean 'std'"),
         ({"store": "disc"}, "unknown store 'disc'; known: device"),
         ({"check": "ful"}, "unknown value of check 'ful'; known: False, True, full. Did you mean 'full'"),
         ({"check": None}, "unknown value of check 'None'"),
@@ -48,7 +50,7 @@ def test_unknown_names_are_refused_by_name(mlp, options, message):
 )
 def test_bounds_that_cannot_be_promised_are_refused(mlp, options, message):
     with pytest.raises(lowtide.LowtideError, match=message):
-        lowtide.attach(mlp(), **options)
+        lowtide.attach(mlp(), "fixed", **options)
 
 
 @pytest.mark.parametrize("thing", [None, "model", torch.nn.functional.relu, nn.Linear, [nn.Linear(2, 2)]])

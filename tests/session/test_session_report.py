@@ -20,7 +20,7 @@ def session():
     """After one forward whose graph is still there: a conv net with every kind of need."""
     layers = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
     model = nn.Sequential(*layers, nn.Linear(1024, 64), nn.Tanh())
-    session = lowtide.attach(model)
+    session = lowtide.attach(model, "fixed")
     session.graph = model(torch.randn(8, 3, 16, 16))
     return session
 
@@ -28,7 +28,7 @@ def session():
 def test_before_any_forward(mlp):
     report = lowtide.attach(mlp()).report()
     assert str(report).splitlines() == [
-        "Lowtide, method fixed, 0 steps",
+        "Lowtide, method budget, 0 steps",
         "saved for backward: 0 B in plain training, 0 B held at most; now 0 B",
         "nothing has been saved yet",
     ]

@@ -12,7 +12,7 @@ import lowtide
 from lowtide.errors import StateError
 
 # Printed with six digits it would be 0.5, which is another grid and a larger bound.
-BOUNDS = {"linear": 0.4999999, "pointwise": "0.3 std"}
+BOUNDS = {"method": "fixed", "linear": 0.4999999, "pointwise": "0.3 std"}
 
 
 class _Run:
@@ -49,8 +49,8 @@ class _Run:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"seed": 7}, {"rounding": "nearest"}, BOUNDS],
-    ids=["defaults", "seed", "nearest", "bounds"],
+    [{}, {"method": "fixed"}, {"seed": 7}, {"rounding": "nearest"}, BOUNDS],
+    ids=["defaults", "fixed", "seed", "nearest", "bounds"],
 )
 def test_a_resumed_run_is_bit_equal(mlp, x, assert_same, options):
     straight = _Run(mlp(), **options).train(0, 4, x)
@@ -63,15 +63,15 @@ def test_a_resumed_run_is_bit_equal(mlp, x, assert_same, options):
 @pytest.mark.parametrize("options", [{"seed": 3}, {"linear": "0.2 std"}], ids=["seed", "bounds"])
 def test_the_state_carries_seed_and_bounds(mlp, x, assert_same, options):
     """A session made with other options goes on under those of the state."""
-    straight = _Run(mlp(), **options).train(0, 4, x)
-    stopped = _Run(mlp(), **options).train(0, 2, x)
-    resumed = _Run(mlp(), seed=9, linear="1 std").load(stopped.save()).train(2, 4, x)
+    straight = _Run(mlp(), method="fixed", **options).train(0, 4, x)
+    stopped = _Run(mlp(), method="fixed", **options).train(0, 2, x)
+    resumed = _Run(mlp(), method="fixed", seed=9, linear="1 std").load(stopped.save()).train(2, 4, x)
     assert_same(straight.weights(), resumed.weights())
 
 
 def test_decisions_made_before_loading_are_made_again(mlp, x):
-    finer, model = lowtide.attach(mlp(), linear="0.01 std").state_dict(), mlp()
-    session = lowtide.attach(model, linear="1 std")
+    finer, model = lowtide.attach(mlp(), "fixed", linear="0.01 std").state_dict(), mlp()
+    session = lowtide.attach(model, "fixed", linear="1 std")
 
     def error() -> float:
         saved = model(x).grad_fn._saved_mat1
@@ -122,7 +122,7 @@ def test_a_state_is_plain(mlp):
 
 @pytest.fixture
 def session(mlp):
-    return lowtide.attach(mlp())
+    return lowtide.attach(mlp(), "fixed")
 
 
 @pytest.mark.parametrize(

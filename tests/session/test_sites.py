@@ -179,7 +179,8 @@ def test_a_resumed_run_continues_with_the_same_bounds(stop: int):
     def start():
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
-        return model, optimizer, lowtide.attach(model, optimizer=optimizer, linear="1.0 std", norm="1.0 std", refresh=4)
+        options = {"linear": "1.0 std", "norm": "1.0 std", "refresh": 4}
+        return model, optimizer, lowtide.attach(model, "fixed", optimizer=optimizer, **options)
 
     whole = start()
     expected = run(*whole, range(7))
@@ -275,13 +276,13 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
 def test_a_payload_that_did_not_fit_is_made_again(late: Late):
     model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), torch.randn(64, 64)
     model[1].register_full_backward_hook(lambda *_: None)
-    with_room = lowtide.attach(model, seed=3)
+    with_room = lowtide.attach(model, "fixed", seed=3)
     gradients(model, x)
     expected = gradients(model, x)
     with_room.detach()
     late.settled.clear()
     late.device.needed = 1 << 40
-    short = lowtide.attach(model, seed=3)
+    short = lowtide.attach(model, "fixed", seed=3)
     gradients(model, x)
     assert all(torch.equal(a, b) for a, b in zip(gradients(model, x), expected, strict=True))
     assert late.settled.count(1 << 40) >= 2
@@ -310,7 +311,7 @@ def test_backward_waits_for_the_report_of_what_it_decodes(late: Late, monkeypatc
 def test_only_so_much_is_kept_for_reports(late: Late, monkeypatch: pytest.MonkeyPatch):
     """The host may run ahead of the device by a number of bytes, not by a whole forward."""
     model, x = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8))), torch.randn(64, 64)
-    session = lowtide.attach(model)
+    session = lowtide.attach(model, "fixed")
     gradients(model, x)
     late.device.silent = True
     monkeypatch.setattr(payloads, "MOST_PENDING", 3 * x.nbytes)

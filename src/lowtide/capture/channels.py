@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.capture.sensitivity import count_nonzero
+from lowtide.capture.sums import count_nonzero
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,5 +40,5 @@ class Channels:
             "gradient_nonzero": count_nonzero(gy, rest),
         }
         if grad_inputs[1] is not None:
-            found["scale_gradient"] = grad_inputs[1]
+            found["scale_gradient"] = grad_inputs[1].detach()
         return found

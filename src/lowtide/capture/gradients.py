@@ -13,6 +13,7 @@ between (a scaler found inf and skipped the step), so are the sums that belong t
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,13 +25,16 @@ from lowtide.capture import identity, sensitivity
 from lowtide.capture.channels import Channels
 from lowtide.capture.handles import Alias, Entry, Handle, Passed
 from lowtide.capture.momentum import Momentum
-from lowtide.capture.numbers import Record, read
+from lowtide.capture.numbers import Known, Record, read
 from lowtide.capture.parcel import Parcel
 from lowtide.capture.producer import Producer, weight_edge
-from lowtide.capture.sensitivity import Probe, count_nonzero, square
+from lowtide.capture.sensitivity import Probe
 from lowtide.capture.spot import SpotCheck
+from lowtide.capture.sums import Arrived, count_nonzero, norm, working
 from lowtide.records import Kind, Site
 from lowtide.statistics import PROPAGATED, WEIGHT, Statistics, Wish
+
+_LAYERS = 2  # whose outputs no norm has read yet: two branches of a net may run side by side
 
 
 class Collector:
@@ -49,11 +53,12 @@ class Collector:
         self._records: dict[str, Record] = {}
         self._leaders: weakref.WeakKeyDictionary[Entry, str] = weakref.WeakKeyDictionary()
         self._named: dict[str, Tensor] = {}  # weights by the sites that serve them
-        self._gradients: dict[int, Tensor] = {}  # squared norms by weight
+        self._gradients: dict[int, Tensor] = {}  # norms by weight
         self._seen: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # gradients and their versions, by weight
         self._since = 0  # the first backward pass whose gradients were not thrown away
+        self.restarts = 0  # how often they were
         self._hooks: dict[int, Any] = {}  # by weight
-        self._below: Producer | None = None  # the layer that ran last
+        self._layers: dict[int, Producer] = {}  # those that ran last, by their nodes' numbers
 
     def begin(self, wish: Wish) -> None:
         """A step begins in which this is to be measured."""
@@ -85,16 +90,18 @@ class Collector:
         with torch.no_grad(), torch.autocast(handle.spec.device.type, enabled=False):
             x = handle.restore()
             record = self._record(node, handle, x)
-            probes = sensitivity.probes(site, need.family, node, x, self._below_of(node))
+            below = self._below(node) if "batch_norm" in site.op else None
+            probes = sensitivity.probes(site, need.family, node, x, below)
             for probe in probes:
                 self._find_weight(node, probe, record)
-            self._below = Producer.of(site, node, x)
+            self._remember(Producer.of(site, node, x))
             check = SpotCheck.of(site, node, x) if site.name in wish.checks else None
             if wish.spread:
                 part = bounds.sample(x, ())
-                record.add("nonzero", count_nonzero(part) / max(part.numel(), 1))
-                record.add("mean", part.mean(dtype=torch.promote_types(x.dtype, torch.float32)))
-                record.add("square", square(part) / max(part.numel(), 1))
+                record.sampled += part.numel()
+                record.add("nonzero", count_nonzero(part))
+                record.add("sum", part.sum(dtype=working(part)))
+                record.add("root", norm(part))
             channels = Channels.of(node, x) if wish.channels and "batch_norm" in site.op else None
         hook = _Hook(record, probes, peaks=wish.peaks, channels=channels)
         if check is not None:
@@ -122,13 +129,20 @@ class Collector:
             })  # fmt: skip
         return self._records[site.name]
 
-    def _below_of(self, node: Any) -> Producer | None:
-        """The layer whose output ``node`` reads: the last one, or one whose input is not ours to store."""
-        below = node.next_functions[0][0] if node.next_functions else None
-        if below is None or (self._below is not None and self._below.is_below(node)):
-            return self._below
-        if type(below).__name__ != "ConvolutionBackward0":
+    def _remember(self, layer: Producer | None) -> None:
+        if layer is not None:
+            self._layers[layer.number] = layer
+            if len(self._layers) > _LAYERS:
+                del self._layers[next(iter(self._layers))]
+
+    def _below(self, node: Any) -> Producer | None:
+        """The layer whose output ``node`` reads with no op between them, be its input ours to store or not."""
+        below = node.next_functions[0][0]
+        if below is None:
             return None
+        layer = self._layers.pop(below._sequence_nr(), None)
+        if layer is not None or type(below).__name__ != "ConvolutionBackward0":
+            return layer
         saved = below._raw_saved_input.data
         if type(saved) is Passed or (type(saved) is Handle and isinstance(saved.kept, Alias)):
             return Producer.of(Site("", "convolution", "input"), below, saved.restore())
@@ -153,10 +167,12 @@ class Collector:
             return
         before = self._seen.get(id(weight))
         if before is not None and (before[0]() is not gradient or before[1] + 1 != gradient._version):
-            self._since = max(self._since, torch._C._current_graph_task_id())
+            backward = torch._C._current_graph_task_id()
+            self.restarts += backward > self._since
+            self._since = max(self._since, backward)
         self._seen[id(weight)] = (weakref.ref(gradient), gradient._version)
         with torch.no_grad():
-            self._gradients[id(weight)] = square(gradient)
+            self._gradients[id(weight)] = norm(gradient)
 
     def finish(self, step: int) -> None:
         """The step has ended, the optimizer has done its work: send the numbers off."""
@@ -176,31 +192,29 @@ class Collector:
         if self._loss is not None:
             names.append(("", "loss"))
             numbers.append(self._loss)
-        uses: dict[int, int] = {}
+        feeding = Counter(id(weight) for record in self._records.values() for weight in record.weights.values())
+        places = {weight: (uses, number) for number, (weight, uses) in enumerate(feeding.items())}
+        known: list[Known] = []
         for site, record in self._records.items():
-            for weight in record.weights.values():
-                uses[id(weight)] = uses.get(id(weight), 0) + 1
             found = record.totals(self._since)
             found.update(self._of_weights(site, record.weights))
             names += [(site, name) for name in found]
             numbers += found.values()
             record.facts["passes"] = record.passes(self._since)
-        facts = [
-            (record.facts, {kind: uses[id(weight)] for kind, weight in record.weights.items()})
-            for record in self._records.values()
-        ]
+            weights = {kind: places[id(weight)] for kind, weight in record.weights.items()}
+            known.append(Known(record.facts, record.sampled, weights))
         is_skipped = getattr(self._optimizer, "found_inf", None) is not None
-        self._under_way = Parcel(numbers), lambda parts: read(step, names, parts, facts, is_skipped)
+        self._under_way = Parcel(numbers), lambda parts: read(step, names, parts, known, is_skipped)
 
     def _of_weights(self, site: str, weights: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-        """Energies of the gradients that ended in weights, and what the optimizer knows about them."""
+        """Norms of the gradients that ended in weights, and what the optimizer knows about them."""
         found: dict[str, Tensor] = {}
         for kind, weight in weights.items():
             if id(weight) not in self._gradients:
                 continue
             found[f"energy.{kind}"] = self._gradients[id(weight)]
             if self._wish.momentum and kind == WEIGHT:
-                found["stepped"] = square(weight.grad) if weight.grad is not None else self._gradients[id(weight)]
+                found["stepped"] = norm(weight.grad) if weight.grad is not None else self._gradients[id(weight)]
                 mean = self._momentum.mean(site, weight)
                 if mean is not None:
                     found["momentum"] = mean
@@ -240,15 +254,15 @@ class _Hook:
         gy, record = grad_outputs[0], self._record
         if gy is None:
             return
-        backward = torch._C._current_graph_task_id()
-        record.add("gradient", square(gy), backward)
+        backward, arrived = torch._C._current_graph_task_id(), Arrived(gy)
         for probe in self._probes:
             outgoing = grad_inputs[probe.edge]
-            if outgoing is None:
-                continue
-            record.add(f"sensitivity.{probe.kind}", probe.measure(grad_inputs, gy), backward)
+            if outgoing is None or any(grad_inputs[edge] is None for edge in probe.reads):
+                continue  # ``torch.autograd.grad`` has asked for some gradients only
+            record.add(f"sensitivity.{probe.kind}", probe.measure(grad_inputs, arrived), backward)
             if probe.kind not in record.weights:
-                record.add(f"energy.{probe.kind}", square(outgoing), backward)
+                record.add(f"energy.{probe.kind}", norm(outgoing), backward)
+        record.add("gradient", arrived.square(), backward)
         if self._peaks and gy.dim() > 1:
             record.add("peak", torch.linalg.vector_norm(gy.flatten(1), torch.inf, 1).mean(), backward)
         if self._channels is not None:

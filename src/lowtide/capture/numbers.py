@@ -13,24 +13,27 @@ from lowtide.statistics import KINDS, Claim, SiteStatistics, Statistics
 # Averaged over the forwards of a step; everything else is summed.
 _MEANS = frozenset(
     f"{prefix}{name}"
-    for prefix, names in (
-        ("", "nonzero mean square peak error"),
-        ("channel.", "absmax scale inverse_std gradient_peak"),
-    )
+    for prefix, names in (("", "peak error"), ("channel.", "absmax scale inverse_std gradient_peak"))
     for name in names.split()
 )
+# These are norms; their squares are summed. A device is spared hundreds of squares that the host takes as well.
+_ROOTS = frozenset(("root", "stepped", *(f"energy.{kind}" for kind in KINDS)))
 
 
 @dataclass(slots=True)
 class Record:
-    """One site in the step at hand: what it is, and its numbers, each with the backward pass that it came from."""
+    """One site in the step at hand: what it is, and its numbers, each with the backward pass that it came from.
+
+    The spread is that of ``sampled`` values: their non-zeros, their sum, and the root of the sum of their squares.
+    """
 
     facts: dict[str, Any]
+    sampled: int = 0
     numbers: dict[str, list[tuple[int, Tensor]]] = field(default_factory=dict)
     weights: dict[str, nn.Parameter] = field(default_factory=dict)  # by the kind of the gradient that ends in them
 
     def add(self, name: str, number: Tensor, backward: int | None = None) -> None:
-        self.numbers.setdefault(name, []).append((-1 if backward is None else backward, number.detach()))
+        self.numbers.setdefault(name, []).append((-1 if backward is None else backward, number))
 
     def totals(self, since: int) -> dict[str, Tensor]:
         """All numbers over the step, without those of backward passes before ``since``."""
@@ -41,40 +44,55 @@ class Record:
                 found[name] = parts[0]
             elif parts:
                 together = torch.stack(parts)
-                found[name] = together.mean(0) if name in _MEANS else together.sum(0)
+                if name in _ROOTS:
+                    found[name] = torch.linalg.vector_norm(together)
+                else:
+                    found[name] = together.mean(0) if name in _MEANS else together.sum(0)
         return found
 
     def passes(self, since: int) -> int:
         return max(sum(backward >= since for backward, _ in self.numbers.get("gradient", ())), 1)
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the host knows of a record. ``weights``: by kind, how many sites feed the weight, and its number."""
+
+    facts: dict[str, Any]
+    sampled: int
+    weights: dict[str, tuple[int, int]]
+
+
 def read(
     step: int,
     names: list[tuple[str, str]],
     parts: list[Tensor],
-    facts: list[tuple[dict[str, Any], dict[str, int]]],
+    known: list[Known],
     is_skipped: bool,
 ) -> Statistics:
-    """Statistics from numbers that have arrived. ``facts``: of each site, with the uses of its weights by kind."""
+    """Statistics from numbers that have arrived, and what the host knew before."""
     found: dict[str, dict[str, Tensor]] = {}
     for (site, name), part in zip(names, parts, strict=True):
         found.setdefault(site, {})[name] = part
     loss = found.pop("", {}).get("loss")
-    sites = {item["site"]: _site(item, uses, found.get(item["site"], {})) for item, uses in facts}
+    sites = {item.facts["site"]: _site(item, found.get(item.facts["site"], {})) for item in known}
     return Statistics(step, sites, None if loss is None else float(loss), is_skipped)
 
 
-def _site(facts: dict[str, Any], uses: dict[str, int], numbers: dict[str, Tensor]) -> SiteStatistics:
+def _site(known: Known, parts: dict[str, Tensor]) -> SiteStatistics:
+    prefix = "channel."
+    channels = {name.removeprefix(prefix): part.tolist() for name, part in parts.items() if name.startswith(prefix)}
+    numbers = {name: float(part) for name, part in parts.items() if not name.startswith(prefix)}
+    numbers |= {name: number * number for name, number in numbers.items() if name in _ROOTS}
     claims = tuple(
-        Claim(kind, float(numbers[f"sensitivity.{kind}"]), float(numbers[f"energy.{kind}"]), uses.get(kind, 1))
+        Claim(kind, numbers[f"sensitivity.{kind}"], numbers[f"energy.{kind}"], *known.weights.get(kind, (1, None)))
         for kind in KINDS
         if f"sensitivity.{kind}" in numbers and f"energy.{kind}" in numbers
     )
-    plain = ("gradient", "nonzero", "peak", "stepped", "momentum", "error")
-    known: dict[str, Any] = {name: float(numbers[name]) for name in plain if name in numbers}
-    if "nonzero" in numbers:  # mean and mean square are those of all values, the spread that of the non-zeros
-        share = max(known["nonzero"], 1e-30)
-        known["std"] = max(float(numbers["square"]) / share - (float(numbers["mean"]) / share) ** 2, 0.0) ** 0.5
-    prefix = "channel."
-    channels = {name.removeprefix(prefix): part.tolist() for name, part in numbers.items() if name.startswith(prefix)}
-    return SiteStatistics(**facts, claims=claims, channels=channels, **known)
+    plain = ("gradient", "peak", "stepped", "momentum", "error")
+    found: dict[str, Any] = {name: numbers[name] for name in plain if name in numbers}
+    if "nonzero" in numbers:
+        count = max(numbers["nonzero"], 1e-30)
+        found["nonzero"] = numbers["nonzero"] / max(known.sampled, 1)
+        found["std"] = max(numbers["root"] / count - (numbers["sum"] / count) ** 2, 0.0) ** 0.5
+    return SiteStatistics(**known.facts, claims=claims, channels=channels, **found)

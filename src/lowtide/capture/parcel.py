@@ -32,7 +32,10 @@ class Parcel:
 
 
 def _send(tensors: list[Tensor]) -> tuple[Tensor, torch.cuda.Event | None]:
-    numbers = torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).double()
+    if all(tensor.dim() == 0 for tensor in tensors):  # as a rule: one call, where each reshape would be one more
+        numbers = torch.stack(tensors).double()
+    else:
+        numbers = torch.cat([tensor.reshape(-1) for tensor in tensors]).double()
     if not numbers.is_cuda:
         return numbers.cpu(), None
     host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)

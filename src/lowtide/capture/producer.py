@@ -60,11 +60,6 @@ class Producer:
         samples = min(x.shape[0], max(8, _ENOUGH * x.shape[0] // x.numel()))
         return cls(node._sequence_nr(), weight, x[:samples].clone(), weigher(site, node))
 
-    def is_below(self, node: Any) -> bool:
-        """Whether ``node`` reads what this layer has made, with no op between them."""
-        made = node.next_functions[0][0]
-        return made is not None and made._sequence_nr() == self.number
-
     def weigh(self, gy: Tensor) -> Tensor:
         """The weight's gradient, from the first samples, for the gradient ``gy`` of what the layer has made."""
         return self.gradient(self.part.to(gy.dtype), gy)

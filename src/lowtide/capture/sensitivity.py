@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from lowtide import bounds
 from lowtide.capture.producer import ROWS, Producer
+from lowtide.capture.sums import Arrived, count_nonzero, square, working
 from lowtide.records import Site
 from lowtide.statistics import BELOW, PROPAGATED, SCALE, WEIGHT
 
@@ -48,13 +49,15 @@ _FEW_CHANNELS = 8  # in a group: counting non-zeros window by window would need 
 class Probe:
     """One gradient to watch: that of input ``edge`` of the node. ``measure(grad_inputs, gY)`` gives S.
 
-    ``weight`` is given where the gradient that counts is that of a parameter farther down.
+    ``weight`` is given where the gradient that counts is that of a parameter farther down, ``reads`` are edges whose
+    gradients the formula takes beside.
     """
 
     kind: str
     edge: int
-    measure: Callable[[Grads, Tensor], Tensor]
+    measure: Callable[[Grads, Arrived], Tensor]
     weight: nn.Parameter | None = None
+    reads: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,25 +71,26 @@ class Geometry:
 def probes(site: Site, family: str, node: Any, x: Tensor, below: Producer | None = None) -> list[Probe]:
     """The gradients that an error in ``x``, which ``node`` saved, reaches; none if no formula is known.
 
-    ``below`` is the layer that has just run; a batch norm asks whether it is the one that made ``x``.
+    ``below`` is the layer that made ``x``, if it is known; a batch norm's errors reach its weight.
     A probe holds small tensors and never the node: hooks that hold their own node would keep the graph alive.
     """
     op, field = site.op, site.field
     if op == "convolution":
         return [Probe(WEIGHT, 1, _convolution(node, x))]
     if (op, field) in ROWS:
-        factor = float(getattr(node, "_saved_alpha", 1)) ** 2
-        count = count_nonzero(x, -1) * factor
-        return [Probe(WEIGHT, ROWS[op, field], lambda _, gy: (square(gy, -1) * count).sum())]
+        factor, count = float(getattr(node, "_saved_alpha", 1)) ** 2, count_nonzero(x, -1).flatten()
+        if factor != 1:
+            count *= factor
+        return [Probe(WEIGHT, ROWS[op, field], lambda _, gy: torch.dot(gy.squares(-1).flatten(), count))]
     if op in _NORMS:
         return _norm(op, node, x, below)
     if (op, field) in _CURVATURES:
         curvature = _mean_curvature(_CURVATURES[op, field], node, x)
-        return [Probe(PROPAGATED, 0, lambda _, gy: square(gy) * curvature)]
+        return [Probe(PROPAGATED, 0, lambda _, gy: gy.square() * curvature)]
     if family == "product" and (op, field) in _PRODUCTS:
         share = count_nonzero(x) / max(x.numel(), 1)
         edge, factor = _PRODUCTS[op, field], _inner(op, field, node, x)
-        return [Probe(PROPAGATED, edge, lambda _, gy: square(gy) * (share * factor))]
+        return [Probe(PROPAGATED, edge, lambda _, gy: gy.square() * (share * factor))]
     return []
 
 
@@ -106,46 +110,38 @@ def geometry(op: str, node: Any) -> Geometry:
     return Geometry(int(outputs), taps * strides if node._saved_transposed else taps / strides)
 
 
-def square(x: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
-    """Sum of squares along ``dim``, without a copy of ``x``."""
-    return torch.linalg.vector_norm(x, 2, dim, dtype=_working(x)).square_()
-
-
-def count_nonzero(x: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
-    """Number of non-zeros along ``dim``, as floats and without a copy of ``x``."""
-    return torch.linalg.vector_norm(x, 0, dim, dtype=_working(x))
-
-
-def _working(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def _convolution(node: Any, x: Tensor) -> Callable[[Grads, Tensor], Tensor]:
+def _convolution(node: Any, x: Tensor) -> Callable[[Grads, Arrived], Tensor]:
     groups, kernel = node._saved_groups, node._saved_weight.shape[2:]
-    window = {"stride": node._saved_stride, "padding": node._saved_padding, "dilation": node._saved_dilation}
-
-    def per_window(values: Tensor) -> Tensor:
-        """Sums over the window of each output position; ``values`` is (batch, groups, *positions)."""
-        flat = values.flatten(0, 1).unsqueeze(1)
-        summed = _CONVOLVE[len(kernel)](flat, flat.new_ones(1, 1, *kernel), **window)
-        return summed.squeeze(1).unflatten(0, values.shape[:2])
-
+    window = (node._saved_stride, node._saved_padding, node._saved_dilation)
     per_group = x.shape[1] // groups
     if per_group < _FEW_CHANNELS:  # as if non-zeros were spread evenly
         share = count_nonzero(x) / max(x.numel(), 1)
         nonzero = share * per_group * torch.ones(1, 1, *x.shape[2:], dtype=share.dtype, device=x.device)
+    elif groups == 1:
+        nonzero = count_nonzero(x, 1).unsqueeze(1)
     else:
         nonzero = count_nonzero(x.unflatten(1, (groups, per_group)), 2)
     inside = [slice(size) for size in x.shape[2:]]
-    taps = None if node._saved_transposed else per_window(nonzero)
+    taps = None if node._saved_transposed else _per_window(nonzero, kernel, *window)
 
-    def measure(_: Grads, gy: Tensor) -> Tensor:
-        energy = square(gy.unflatten(1, (groups, -1)), 2)
-        if taps is not None:
-            return (energy * taps).sum()
-        return (per_window(energy)[:, :, *inside] * nonzero).sum()
+    def measure(_: Grads, gy: Arrived) -> Tensor:
+        energy = gy.squares_by_group(groups)
+        if taps is None:
+            return (_per_window(energy, kernel, *window)[:, :, *inside] * nonzero).sum()
+        if taps.shape == energy.shape:
+            return torch.dot(energy.flatten(), taps.flatten())
+        return (energy * taps).sum()
 
     return measure
+
+
+def _per_window(values: Tensor, kernel: Sequence[int], stride: Any, padding: Any, dilation: Any) -> Tensor:
+    """Sums over the window of each output position; ``values`` is (batch, groups, *positions)."""
+    if len(kernel) == 2 and max(dilation) == 1 and 2 * max(padding) <= min(kernel):
+        return F.avg_pool2d(values, tuple(kernel), stride, padding, divisor_override=1)
+    flat = values.flatten(0, 1).unsqueeze(1)
+    summed = _CONVOLVE[len(kernel)](flat, flat.new_ones(1, 1, *kernel), None, stride, padding, dilation)
+    return summed.squeeze(1).unflatten(0, values.shape[:2])
 
 
 _BATCH_NORMS = frozenset(
@@ -156,55 +152,55 @@ _NORMS = _BATCH_NORMS | _ROW_NORMS.keys()
 
 
 def _norm(op: str, node: Any, x: Tensor, below: Producer | None) -> list[Probe]:
-    found = []
+    """The scale comes last: by then squares of gY by channel are known, and their sum needs no second look at gY."""
+    scale = []
     if len(node.next_functions) > 1 and node.next_functions[1][0] is not None:
-        found.append(Probe(SCALE, 1, lambda _, gy: square(gy)))
+        scale.append(Probe(SCALE, 1, lambda _, gy: gy.square()))
     if op in _ROW_NORMS:
-        found.append(Probe(PROPAGATED, 0, _row_norm_input(op, node)))
-    elif found and getattr(node, "_saved_training", True):
-        if below is not None and below.is_below(node):
-            found.append(Probe(BELOW, 0, _batch_norm_below(node, x, below), below.weight))
-        found.append(Probe(PROPAGATED, 0, _batch_norm_input(node)))
+        return [Probe(PROPAGATED, 0, _row_norm_input(op, node)), *scale]
+    if scale and getattr(node, "_saved_training", True):
+        return [*_batch_norm(node, x, below), *scale]
+    return scale
+
+
+def _batch_norm(node: Any, x: Tensor, below: Producer | None) -> list[Probe]:
+    inverse_std, count = node._saved_result2.to(working(x)), x.numel() // x.shape[1]
+    rest = tuple(axis for axis in range(x.dim()) if axis != 1)
+    factor = node._saved_weight.detach() * inverse_std
+    squared = factor.square()
+
+    def onward(grads: Grads, gy: Arrived) -> Tensor:
+        gscale = grads[1]
+        assert gscale is not None, "the formula is not asked without it"
+        gscale = gscale.to(squared.dtype)
+        reach = torch.addcmul(gy.squares(rest), gscale, gscale, value=1 + 2 / count)
+        return torch.dot(squared, reach) / count
+
+    found = [Probe(PROPAGATED, 0, onward, reads=(1,))]
+    if below is not None:
+        mixed = (factor * inverse_std * _mix(node, x, below)).square_()
+        found.append(Probe(BELOW, 0, lambda _, gy: torch.dot(mixed, gy.squares(rest)), below.weight))
     return found
 
 
-def _batch_norm_below(node: Any, x: Tensor, below: Producer) -> Callable[[Grads, Tensor], Tensor]:
-    mean, inverse_std = node._saved_result1, node._saved_result2
-    per_channel = (1, -1, *[1] * (x.dim() - 2))
-    part = x[: below.part.shape[0]]
-    xhat = (part.to(_working(x)) - mean.view(per_channel)) * inverse_std.view(per_channel)
-    mixed = below.weigh(xhat).flatten(1) / (xhat.numel() // xhat.shape[1])
-    factor = (node._saved_weight.detach() * inverse_std).square() * square(mixed, 1)
-
-    def measure(_: Grads, gy: Tensor) -> Tensor:
-        return (square(gy, tuple(axis for axis in range(gy.dim()) if axis != 1)) * factor).sum()
-
-    return measure
+def _mix(node: Any, x: Tensor, below: Producer) -> Tensor:
+    """|C| / r by channel, from the first samples: the mean of x - mean(x) times the window below."""
+    samples, per_channel = below.part.shape[0], (-1, *[1] * (x.dim() - 2))
+    centred = x[:samples].to(working(x)) - node._saved_result1.view(per_channel)
+    mixed = below.weigh(centred)
+    norms = torch.linalg.vector_norm(mixed, 2, tuple(range(1, mixed.dim())))
+    return norms.div_(centred.numel() // centred.shape[1])
 
 
-def _batch_norm_input(node: Any) -> Callable[[Grads, Tensor], Tensor]:
-    scale, inverse_std = node._saved_weight.detach(), node._saved_result2
-
-    def measure(grads: Grads, gy: Tensor) -> Tensor:
-        gscale = grads[1]
-        assert gscale is not None, "the scale needs a gradient"
-        rest = tuple(axis for axis in range(gy.dim()) if axis != 1)
-        count = gy.numel() // gy.shape[1]
-        reach = gscale.to(inverse_std.dtype).square() * (1 + 2 / count) + square(gy, rest)
-        return ((scale.to(inverse_std.dtype) * inverse_std).square() * reach).sum() / count
-
-    return measure
-
-
-def _row_norm_input(op: str, node: Any) -> Callable[[Grads, Tensor], Tensor]:
+def _row_norm_input(op: str, node: Any) -> Callable[[Grads, Arrived], Tensor]:
     """(h . xhat)^2 / D is what the norm takes out of h: |h|^2 less its mean's part less |gX|^2 / r^2. Needs no xhat."""
     inverse_std = getattr(node, f"_saved_result{_ROW_NORMS[op]}").flatten()
     scale = node._saved_weight
     if scale is not None:
         scale = scale.detach()
 
-    def measure(grads: Grads, gy: Tensor) -> Tensor:
-        gx, rows = grads[0], inverse_std.numel()
+    def measure(grads: Grads, arrived: Arrived) -> Tensor:
+        gy, gx, rows = arrived.gradient, grads[0], inverse_std.numel()
         if gx is None:
             return inverse_std.new_zeros(())
         factor = scale if scale is None or op != "native_group_norm" else scale.view(-1, *[1] * (gy.dim() - 2))
@@ -248,7 +244,7 @@ _CURVATURES: dict[tuple[str, str], Callable[[Any, Tensor], Tensor]] = {
 
 def _mean_curvature(curvature: Callable[[Any, Tensor], Tensor], node: Any, x: Tensor) -> Tensor:
     part = bounds.sample(x, ())
-    return curvature(node, part.to(_working(x))).square_().mean()
+    return curvature(node, part.to(working(x))).square_().mean()
 
 
 # The edge of the other factor.

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lowtide.capture.producer import weigher, weight_edge
-from lowtide.capture.sensitivity import probes, square
+from lowtide.capture.sensitivity import probes
+from lowtide.capture.sums import Arrived, square, working
 from lowtide.records import Site
 
 _ENOUGH = 1 << 22  # values that are kept exactly
@@ -39,7 +39,7 @@ class SpotCheck:
         part = x.narrow(axis, 0, min(x.shape[axis], max(1, _ENOUGH * x.shape[axis] // x.numel()))).clone()
         if weight_edge(site) is not None:
             probe = probes(site, "linear", node, part)[0]
-            return cls(axis, part, weigher(site, node), lambda gy: probe.measure((), gy))
+            return cls(axis, part, weigher(site, node), lambda gy: probe.measure((), Arrived(gy)))
         if site.op in _INVERSE_STD and getattr(node, "_saved_training", True):
             result = getattr(node, f"_saved_result{_INVERSE_STD[site.op]}")
             return cls(axis, part, _scale(site.op, result, part, x.shape[0]), square)
@@ -48,9 +48,9 @@ class SpotCheck:
     def variance(self, stored: Tensor, gy: Tensor) -> Tensor:
         """The variance of a stored value's error that the gradient's squared error amounts to."""
         count = self.part.shape[self.axis]
-        working = torch.promote_types(stored.dtype, torch.float32)
-        error = stored.narrow(self.axis, 0, count).to(working) - self.part
-        gy = gy.narrow(self.axis, 0, count).to(working)
+        dtype = working(stored)
+        error = stored.narrow(self.axis, 0, count).to(dtype) - self.part
+        gy = gy.narrow(self.axis, 0, count).to(dtype)
         return square(self.weigh(error, gy)) / self.sensitivity(gy)
 
 

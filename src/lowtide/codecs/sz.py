@@ -98,12 +98,12 @@ class Sz:
         grid = self.grid(x, bound)
         return self.fit(grid, self.survey(x, grid).cpu(), x.numel(), zero_code)
 
-    def survey(self, x: Tensor, grid: Grid) -> Tensor:
+    def survey(self, x: Tensor, grid: Grid, *, pieces: int = _PIECES) -> Tensor:
         """Codes of a sample, as int16 on the device of ``x``, with a mark for zeros; nothing waits for them."""
         flat = layout.memory_view(x)
         if not flat.numel():
             return torch.zeros(0, dtype=torch.int16, device=x.device)
-        pieces = max(1, min(_PIECES, flat.numel() // _PIECE))
+        pieces = max(1, min(pieces, flat.numel() // _PIECE))
         stride = max(flat.numel() // pieces // rans.ROW * rans.ROW, 1)
         start = torch.arange(pieces, device=x.device) * stride
         index = (start.unsqueeze(1) + torch.arange(_PIECE, device=x.device)).flatten() % flat.numel()

@@ -115,27 +115,38 @@ class Adaptive(ABC):
         return moved or retreated
 
     def _without_noise(self, statistics: Statistics) -> Statistics:
-        """Gradients were measured with their noise; here are their energies without it."""
+        """Gradients were measured with their noise; here are their energies without it.
+
+        A weight's gradient has the noise of every site that feeds it, and none from a site that is held exactly.
+        """
+        errors = {name: self._error(site) or 0.0 for name, site in statistics.sites.items()}
+        noise: dict[int | None, float] = {}
+        for name, site in statistics.sites.items():
+            for claim in site.claims:
+                noise[claim.weight] = noise.get(claim.weight, 0.0) + errors[name] * claim.sensitivity
         sites = {}
         for name, site in statistics.sites.items():
-            value = self.value_at(site)
-            error = 0.0 if value is None else _levels.variance(value, site.dtype)
-            claims = tuple(claim.without_noise(error) for claim in site.claims)
+            claims = tuple(
+                claim.without_noise(errors[name] * claim.sensitivity if claim.weight is None else noise[claim.weight])
+                for claim in site.claims
+            )
             sites[name] = dataclasses.replace(site, claims=claims)
         return dataclasses.replace(statistics, sites=sites)
+
+    def _error(self, site: SiteStatistics) -> float | None:
+        """The variance of a stored value's error; None if the site has retreated, or its bound is not one number."""
+        value = self.value_at(site) if self._safety.holds(site.site) is None else None
+        return None if value is None else _levels.variance(value, site.dtype)
 
     def _take_note(self, statistics: Statistics, ledger: Ledger, step: int) -> bool:
         """Predict the noise of the bounds that were in force; hold the checked sites to it. Whether one retreats."""
         self._known = [name for name, site in statistics.sites.items() if site.claims and site.op in _CHECKED]
         retreated = False
         for name, site in statistics.sites.items():
-            value = self.value_at(site)
-            entry = ledger.sites.get(name)
-            is_kept = self._safety.holds(name) is not None or (entry is not None and entry.codec == "kept")
-            if value is None or not site.claims or is_kept:
+            error, entry = self._error(site), ledger.sites.get(name)
+            if error is None or not site.claims or (entry is not None and entry.codec == "kept"):
                 self._noise.pop(name, None)
                 continue
-            error = _levels.variance(value, site.dtype)
             noise = self._noise.get(name, Noise())
             onward, own = site.claim(PROPAGATED), site.claim(WEIGHT) or site.claim(SCALE)
             if onward is not None:

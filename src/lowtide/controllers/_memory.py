@@ -37,6 +37,8 @@ class Memory:
         self._changed = -_WAIT  # the step at whose end bounds were last changed
         self._limited = False  # all bounds are as large as they can be
         self._is_new = False  # statistics that no bounds have been fitted to
+        self._over: bool | None = None  # whether the last look found more than the target
+        self._stride = 1.0  # of the way (of a bound's logarithm) to what is asked for: less after an overshoot
         self.is_met = False
 
     def learn(self, sites: Iterable[SiteStatistics]) -> None:
@@ -44,6 +46,7 @@ class Memory:
         self._sites = {site.site: site for site in sites}
         self.is_met = False
         self._is_new = True
+        self._over, self._stride = None, 1.0
 
     def fit(self, ledger: Ledger, rules: Mapping[str, BoundSource | Keep], step: int) -> dict[str, BoundRule | Keep]:
         """Bounds from the statistics, corrected by what the payloads of step ``step`` took; empty if none changes."""
@@ -69,12 +72,20 @@ class Memory:
         self._limited = all(chosen[item.name] == item.most == _levels.MOST for item in tensors)
         self._changed = step
         self._is_new = self.is_met = False
+        self._pace(held > target)
         new: dict[str, BoundRule | Keep] = {}
         for group in groups:
-            rule = _rule(group[0], chosen[group[0].site])
+            before = _ratio(rules.get(group[0].site), group[0])
+            rule = _rule(group[0], _towards(chosen[group[0].site], before, self._stride))
             new.update({site.site: rule for site in group if rules.get(site.site) != rule})
         self.is_met = not new
         return new
+
+    def _pace(self, over: bool) -> None:
+        """Bits do not fall by one an octave with every coder: halve the stride when the target has been jumped over."""
+        if self._over is not None and over is not self._over:
+            self._stride = max(self._stride / 2, 1 / 8)
+        self._over = over
 
     def noise(self, rules: Mapping[str, BoundSource | Keep]) -> float:
         """What the bounds add, as predicted: the mean over weights, and what goes on to the layers below."""
@@ -147,6 +158,8 @@ class Memory:
             "limited": self._limited,
             "is_new": self._is_new,
             "is_met": self.is_met,
+            "over": self._over,
+            "stride": self._stride,
         }
 
     def load_state_dict(self, state: dict[str, Any], sites: Iterable[SiteStatistics]) -> None:
@@ -154,6 +167,7 @@ class Memory:
         self._seen = {name: (pair[0], pair[1]) for name, pair in state["seen"].items()}
         self._changed, self._limited = int(state["changed"]), bool(state["limited"])
         self.is_met, self._is_new = bool(state["is_met"]), bool(state["is_new"])
+        self._over, self._stride = state["over"], float(state["stride"])
 
 
 def _parse(target: str | float) -> tuple[float | None, int]:
@@ -180,6 +194,10 @@ def _ratio(rule: BoundSource | Keep | None, site: SiteStatistics) -> float | Non
     if not isinstance(rule, BoundRule) or not _scale(site):
         return None
     return rule.value if rule.unit == "std" else rule.value / _scale(site)
+
+
+def _towards(ratio: float | None, before: float | None, stride: float) -> float | None:
+    return before * (ratio / before) ** stride if ratio is not None and before is not None else ratio
 
 
 def _rule(site: SiteStatistics, ratio: float | None) -> BoundRule | Keep:

@@ -80,6 +80,11 @@ class Budget(Adaptive):
         self._last: Statistics | None = None
         self._told = False
 
+    @property
+    def follows_sizes(self) -> bool:
+        """Whether bounds follow from what payloads took: sizes must then be those of the bounds in force."""
+        return self.memory is not None
+
     def _is_due(self, step: int) -> bool:
         early = step < self.period and (step == 0 or (step > 1 and step & (step - 1) == 0))
         return early or step % self.period == 0

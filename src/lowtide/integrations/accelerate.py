@@ -3,7 +3,7 @@
     from lowtide.integrations.accelerate import attach
 
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    tide = attach(accelerator, model, optimizer, method="fixed")
+    tide = attach(accelerator, model, optimizer, method="budget")
 
 ``accelerator.save_state`` and ``load_state`` then carry Lowtide's state along.
 """

@@ -2,7 +2,7 @@
 
     from lowtide.integrations.lightning import LowtideCallback
 
-    trainer = Trainer(callbacks=[LowtideCallback(method="fixed")])
+    trainer = Trainer(callbacks=[LowtideCallback(method="budget")])
 
 Lowtide's state travels in Lightning's checkpoints, so a run that is resumed continues as if it had never stopped.
 """

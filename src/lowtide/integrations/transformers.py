@@ -2,7 +2,7 @@
 
     from lowtide.integrations.transformers import LowtideCallback
 
-    trainer = Trainer(model, args, train_dataset=..., callbacks=[LowtideCallback(method="fixed")])
+    trainer = Trainer(model, args, train_dataset=..., callbacks=[LowtideCallback(method="budget")])
 
 Lowtide's state is written beside each checkpoint, as ``lowtide.pt``, and read when the trainer resumes from it.
 """

@@ -36,8 +36,8 @@ class SzTwin:
     def grid(self, x: Tensor, bound: Bound | None) -> Grid:
         return self.codec.grid(x, bound)
 
-    def survey(self, x: Tensor, grid: Grid) -> Tensor:
-        return self.codec.survey(x, grid)
+    def survey(self, x: Tensor, grid: Grid, **options: int) -> Tensor:
+        return self.codec.survey(x, grid, **options)
 
     def fit(
         self, grid: Grid, sample: Tensor, count: int, zero_code: bool | None = None, before: Plan | None = None

@@ -22,9 +22,9 @@ from lowtide.planner.knapsack import Choice, Ways, cost_of, least_held, refusal,
 from lowtide.planner.trial import BOTH, COMPRESS, KEEP, OFFLOAD, RECOMPUTE, Measured, Trial, device_of, link_ms
 from lowtide.recompute import choose
 from lowtide.reports.text import size, table
-from lowtide.session import DEFAULT_METHOD
 from lowtide.snapshot import Snapshot
 
+_METHOD = "fixed"  # its bytes stay what they were when a plan was made; bounds that set themselves move on
 _ROUNDS = 3  # of planning and measuring: what blocks hold together is not quite the sum of what each holds alone
 _CLOSE = 0.02  # of the budget: a mixture that holds what was foreseen to within this is not planned again
 _STAGING = 1 << 27
@@ -64,7 +64,7 @@ def plan_blocks(
     *,
     budget: int | str,
     state: Iterable[Any],
-    method: str = DEFAULT_METHOD,
+    method: str = _METHOD,
     modules: bool | str | Iterable[str] = True,
     steps: int = 5,
 ) -> Plan:
@@ -76,7 +76,8 @@ def plan_blocks(
     Args:
         run_step: takes one whole training step.
         budget: bytes, or a text as "4GiB": of what is saved for backward. The peak of a step is higher.
-        method: how compressed blocks, and what lies outside of all blocks, are held.
+        method: how compressed blocks, and what lies outside of all blocks, are held: by default ``fixed``, since a plan
+            counts on bytes, and those of a method that sets its own bounds change after it was made.
         modules: what counts as a block: patterns of module paths, or True (see ``attach``'s ``recompute``).
         steps: to run in each way; the first is not timed.
     """
@@ -101,7 +102,7 @@ class Planner:
         model: nn.Module,
         *,
         state: Iterable[Any],
-        method: str = DEFAULT_METHOD,
+        method: str = _METHOD,
         modules: bool | str | Iterable[str] = True,
         steps: int = 5,
     ) -> Planner:

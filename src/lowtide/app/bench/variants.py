@@ -59,8 +59,10 @@ class Variant:
         try:
             Session(None, method, **options)
         except UnknownNameError as error:
+            if "option" not in error.kind:
+                raise
             known = [name for name in [*error.known, *session_options()] if name not in _RESERVED]
-            raise (UnknownNameError(error.kind, error.name, known) if "option" in error.kind else error) from None
+            raise UnknownNameError(error.kind, error.name, known, elsewhere=error.elsewhere) from None
         except (LowtideError, ValueError, TypeError, OSError) as error:
             raise UsageError(f"{text!r}: {error}") from None
         return cls(spec.text, method, options)

@@ -72,7 +72,8 @@ def resolve_method(name: str, options: Mapping[str, Any]) -> tuple[str, dict[str
         if "option" not in error.kind:
             raise
         shared = [key for key in session_options() if key not in _RESERVED]
-        raise UnknownNameError(error.kind, error.name, [*error.known, *shared]) from None
+        known = [*error.known, *shared]
+        raise UnknownNameError(error.kind, error.name, known, elsewhere=error.elsewhere) from None
     except (LowtideError, ValueError, TypeError, OSError) as error:
         raise UsageError(f"method {name!r}: {error}") from error
     return method, given

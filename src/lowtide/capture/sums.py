@@ -1,0 +1,60 @@
+"""Sums of squares and counts, without copies of what they are taken of: each is one look at the tensor."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_NARROW = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+Axes = int | tuple[int, ...]
+
+
+def working(x: Tensor) -> torch.dtype:
+    """Sums are taken in float32 at least."""
+    return _NARROW.get(x.dtype, x.dtype)
+
+
+def norm(x: Tensor, dim: Axes | None = None) -> Tensor:
+    return torch.linalg.vector_norm(x, 2, dim, dtype=working(x))
+
+
+def square(x: Tensor, dim: Axes | None = None) -> Tensor:
+    """Sum of squares along ``dim``."""
+    return norm(x, dim).square_()
+
+
+def count_nonzero(x: Tensor, dim: Axes | None = None) -> Tensor:
+    """Number of non-zeros along ``dim``, as floats."""
+    return torch.linalg.vector_norm(x, 0, dim, dtype=working(x))
+
+
+class Arrived:
+    """A gradient that arrived at a node; formulas that ask for the same sums of its squares share them."""
+
+    __slots__ = ("_dim", "_squares", "_total", "gradient")
+
+    def __init__(self, gradient: Tensor) -> None:
+        self.gradient = gradient
+        self._dim: Axes | None = None
+        self._squares: Tensor | None = None  # along _dim
+        self._total: Tensor | None = None
+
+    def squares(self, dim: Axes) -> Tensor:
+        """Sums along ``dim``."""
+        if self._squares is None or self._dim != dim:
+            self._dim, self._squares = dim, square(self.gradient, dim)
+        return self._squares
+
+    def squares_by_group(self, groups: int) -> Tensor:
+        """Sums over the channels of each group: (batch, groups, *positions)."""
+        if groups == 1:
+            return self.squares(1).unsqueeze(1)
+        self._dim, self._squares = None, square(self.gradient.unflatten(1, (groups, -1)), 2)
+        return self._squares
+
+    def square(self) -> Tensor:
+        """The whole sum: of the sums that are known, if any are."""
+        if self._total is None:
+            self._total = square(self.gradient) if self._squares is None else self._squares.sum()
+        return self._total
