@@ -46,6 +46,7 @@ class Ledger:
     held: int = 0
     raw_peak: int = 0
     held_peak: int = 0
+    is_scarce: bool = False  # the device has little memory left: nothing is kept a little longer to save time
     raw_usual: int = 0  # the peak of the last whole step, or of this one so far if it is larger
     step: int = 0
     _raw_of_step: int = 0

@@ -17,7 +17,8 @@ from lowtide.sites import Memo
 from lowtide.stores import Held, Store
 from lowtide.witness import Witness
 
-# Bytes of tensors kept while their encoders have not reported: so many, or this share of what plain training holds.
+# Bytes of tensors kept while their encoders have not reported: so many, and where memory is not scarce this share of
+# what plain training holds.
 MOST_PENDING, PENDING_SHARE = 1 << 28, 1 / 16
 
 
@@ -110,7 +111,7 @@ class Waiting:
         self._lock = threading.Lock()  # forward adds to it, backward, in a thread of its own, takes from it
         self._queue: deque[Pending] = deque()
         self._nbytes = 0
-        self._most = 0  # bytes that may be kept without looking for room again
+        self._most = 0.0  # bytes that may be kept without looking for room again
         self._saves = 0
 
     def add(self, pending: Pending) -> None:
@@ -119,18 +120,20 @@ class Waiting:
             self._queue.append(pending)
             self._nbytes += pending.nbytes
             self._take_known()
-            most = max(MOST_PENDING, self._ledger.raw_usual * PENDING_SHARE)
+            most: float = MOST_PENDING
             if self._nbytes > most:
                 most = max(most, self._extend(pending.device))
             while len(self._queue) > 1 and self._nbytes > most:
                 self._take_oldest()
 
-    def _extend(self, device: torch.device) -> int:
-        """Bytes that may be kept beyond the usual where that raises no peak; looked up at every fourth save or so."""
+    def _extend(self, device: torch.device) -> float:
+        """Bytes that may be kept where there is memory to spare; looked up at every fourth save or so."""
         self._saves += 1
         if self._nbytes > self._most or self._saves % 4 == 0:
-            room = slack(device)
-            self._most = self._nbytes + room // 2 if room else 0
+            room = spare(device)
+            self._ledger.is_scarce = room is None
+            usual = self._ledger.raw_usual * PENDING_SHARE
+            self._most = 0.0 if room is None else max(usual, self._nbytes + room // 2 if room else 0)
         return self._most
 
     def let_go(self) -> None:
@@ -149,9 +152,19 @@ class Waiting:
         oldest.settle()
 
 
-def slack(device: torch.device) -> int:
-    """Bytes by which the memory in use on a GPU is below its highest so far: kept there, tensors raise no peak."""
+def spare(device: torch.device) -> int | None:
+    """Bytes by which the memory in use on a GPU is below its highest so far: kept there, tensors raise no peak.
+
+    None where half of what this process may use is in use: memory then matters more than time.
+    """
     if device.type != "cuda":
         return 0
-    bytes_in_use = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
-    return max(int(bytes_in_use["peak"] * 0.95) - int(bytes_in_use["current"]), 0)
+    in_use = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
+    if in_use["current"] > _limit(device) / 2:
+        return None
+    return max(int(in_use["peak"] * 0.95) - int(in_use["current"]), 0)
+
+
+def _limit(device: torch.device) -> float:
+    share: float = torch.cuda.get_per_process_memory_fraction(device)
+    return share * torch.cuda.get_device_properties(device).total_memory

@@ -85,7 +85,7 @@ class Capture:
         self._is_ready(scope, entry)
         if not habit.is_leaf and scope.unresolved:
             self._resolve(scope, [tensor.grad_fn], building=True)
-        if scope.ready_nbytes > self._ledger.raw_usual * _READY_SHARE:
+        if scope.ready_nbytes > self._most_ready():
             self._settle_ready(scope, entry)
         return handle
 
@@ -99,7 +99,7 @@ class Capture:
             self._pass_through(handle, tensor, left)
         if not handle.is_leaf and scope.unresolved and (left is None or left.leads_on):
             self._resolve(scope, [tensor.grad_fn], building=True)
-        if scope.ready_nbytes > self._ledger.raw_usual * _READY_SHARE or module is None:
+        if scope.ready_nbytes > self._most_ready() or module is None:
             self._settle_ready(scope, handle.entry)
         return handle
 
@@ -182,6 +182,10 @@ class Capture:
         if not scope.ready or scope.ready[-1] is not entry:
             scope.ready.append(entry)
             scope.ready_nbytes += entry.record.nbytes
+
+    def _most_ready(self) -> float:
+        ledger = self._ledger
+        return 0 if ledger.is_scarce else ledger.raw_usual * _READY_SHARE
 
     def _settle_ready(self, scope: Scope, current: Entry | None) -> None:
         """Settle what has been named, except for the tensor that is being saved: its next op may save it, too.

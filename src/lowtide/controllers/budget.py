@@ -64,7 +64,7 @@ class Budget(Adaptive):
     propagated: float | None = None
     scale: float | None = None
     memory: str | float | None = None
-    period: int = 100
+    period: int = 400
     warm_up: str | None = None
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ class Budget:
     propagated: float | None = None
     scale: float | None = None
     memory: str | float | None = None
-    period: int = 100
+    period: int = 400
     warm_up: str | None = None
     checks: int = 1
     factor: float = 4.0
