@@ -122,6 +122,14 @@ def test_index_terms_find_the_table_entry_of_every_element() -> None:
         assert entries.tolist() == expected, (shape, stride, axes)
 
 
+@pytest.mark.parametrize(("divide", "modulo"), [(1, 6), (7, 5), (4, 3), (35, 1)])
+@pytest.mark.parametrize(("start", "stop"), [(0, 210), (0, 1), (13, 14), (11, 97), (35, 70), (209, 210)])
+def test_spreading_a_table_is_looking_up_every_element(divide: int, modulo: int, start: int, stop: int) -> None:
+    table, term = torch.arange(10, 10 + modulo), (divide, modulo, 1)
+    expected = table[layout.entries_at((term,), torch.arange(start, stop))]
+    assert torch.equal(layout.spread(table, term, start, stop), expected)
+
+
 def test_entries_at_answers_for_any_positions() -> None:
     spec = TensorSpec.of(lay_out(torch.zeros(3, 5, 7), (2, 0, 1)))
     terms = layout.index_terms(spec, (0, 1))

@@ -123,7 +123,7 @@ class Sz:
         if self.coder != "rans" or not sample.numel():
             return Plan(grid, zero_code, None)
         known = before.model if before is not None else None
-        model = rans.fit(torch.where(zero, 0, sample).int(), zero if zero_code else None, count, known)
+        model = rans.fit(sample.int() * ~zero, zero if zero_code else None, count, known)
         if model.bits > _MOST_BITS:
             return Plan(grid, zero_code, None)
         freqs = model.freqs.pin_memory() if grid.step.is_cuda else model.freqs
@@ -141,7 +141,7 @@ class Sz:
         streams = []
         for start, stop in _slabs(spec):
             q, zero, lost = _codes(flat[start:stop], spec, plan, seed, start, stop)
-            code = q.abs() if zero is None else torch.where(zero | lost, 0, q.abs() + 1)
+            code = q.abs() if zero is None else (q.abs() + 1) * ~(zero | lost)
             streams.append(blocks.write(code, (q < 0) & (code > 0), lost, flat[start:stop]))
         return self.payload(spec, plan, seed, blocks.join(streams))
 
@@ -172,7 +172,9 @@ class Sz:
         for start, stop in reader.slabs:
             q, zero = reader.read(start, stop)
             value = grid.value(q, range(start, stop), spec, encoded.meta["seed"])
-            flat[start:stop] = value if zero is None else value.masked_fill_(zero, 0)
+            if zero is not None:
+                value.view(_BITS[value.dtype.itemsize]).mul_(~zero)
+            flat[start:stop] = value
         reader.write_exact(flat)
         return layout.restore(flat, spec)
 
@@ -235,7 +237,7 @@ def _codes(
     if not plan.zero_code:
         return q, None, lost
     zero = part == 0
-    return torch.where(zero, 0, q), zero, lost & ~zero
+    return q * ~zero, zero, lost & ~zero
 
 
 def _restored(q: Tensor, zero: Tensor | None, spec: TensorSpec, plan: Plan, seed: int) -> Tensor:
@@ -272,7 +274,7 @@ class _Blocks:
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         code, negative = self._reader.read(start, stop)
         magnitude = code - 1 if self._zero_code else code
-        return torch.where(negative, -magnitude, magnitude), code == 0 if self._zero_code else None
+        return magnitude * (1 - 2 * negative.int()), code == 0 if self._zero_code else None
 
     def write_exact(self, flat: Tensor) -> None:
         self._reader.write_exact(flat)

@@ -22,6 +22,7 @@ Without dither b is 128 and x' is 256 q * s: nearest rounding.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +37,9 @@ _MARGIN = {torch.float32: 2.0**-10, torch.float64: 2.0**-10, torch.float16: 2.0*
 _MARGIN_NEAREST = 2.0**-7  # on top: then X / 256 is rounded where X was rounded before
 _REACH = {torch.float32: MAX_CODE, torch.float16: 7, torch.bfloat16: 8}
 _SMALLEST_HALF = 2.0**-12  # of float16: its subnormal numbers have fewer bits than the margin assumes
+
+
+_Pick = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,43 +72,47 @@ class Grid:
 
         Codes are counted from the centre.
         """
-        entries = self.entries(index, spec)
+        pick = self._picker(index, spec)
         shift = self._bytes(index, spec, seed)
         assert self.inverse is not None and self.promised is not None, "a decoder's grid does not encode"
-        units = torch.round(x.double() * _pick(self.inverse.double(), entries))
+        units = torch.round(x.double() * pick(self.inverse.double()))
         in_range = units.abs() < 2.0**22  # false for NaN; inf * 0 and x * inf are not in range either
-        units = torch.where(in_range, units, 0).to(torch.int32)
+        units = torch.nan_to_num(units).clamp_(-(2.0**22), 2.0**22).to(torch.int32)
         q = (units + shift) >> 8
         kept = in_range & (q.abs() <= MAX_CODE)
         if reach(spec.dtype) < MAX_CODE:
-            promised = _pick(self.promised, entries).double()
-            kept &= (self._value(q, shift, entries, spec.dtype).double() - x.double()).abs() <= promised
+            promised = pick(self.promised).double()
+            kept &= (self._value(q, shift, pick, spec.dtype).double() - x.double()).abs() <= promised
         if self.centre is not None:
-            q = q - _pick(self.centre, entries).int()
+            q = q - pick(self.centre).int()
             kept &= q.abs() <= MAX_CODE
-        return torch.where(kept, q, 0), ~kept
+        return q * kept, ~kept  # a product, here and elsewhere: torch.where takes many times as long on a CPU
 
     def value(self, q: Tensor, index: Tensor | range, spec: TensorSpec, seed: int) -> Tensor:
         """x' of codes counted from the centre."""
-        entries = self.entries(index, spec)
+        pick = self._picker(index, spec)
         if self.centre is not None:
-            q = q + _pick(self.centre, entries).int()
-        return self._value(q, self._bytes(index, spec, seed), entries, spec.dtype)
+            q = q + pick(self.centre).int()
+        return self._value(q, self._bytes(index, spec, seed), pick, spec.dtype)
 
-    def entries(self, index: Tensor | range, spec: TensorSpec) -> Tensor | None:
-        """Where elements find their step; None when one step serves all."""
+    def _picker(self, index: Tensor | range, spec: TensorSpec) -> _Pick:
+        """How elements find their number in a table: the table itself when one number serves all."""
         terms = layout.index_terms(spec, self.axes)
         if not terms:
-            return None
+            return lambda table: table
         if isinstance(index, range):
+            if len(terms) == 1 and terms[0][2] == 1:
+                term, start, stop = terms[0], index.start, index.stop
+                return lambda table: layout.spread(table, term, start, stop)
             index = torch.arange(index.start, index.stop, device=spec.device)
-        return layout.entries_at(terms, index)
+        entries = layout.entries_at(terms, index)
+        return lambda table: table[entries]
 
-    def _value(self, q: Tensor, shift: Tensor | int, entries: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def _value(self, q: Tensor, shift: Tensor | int, pick: _Pick, dtype: torch.dtype) -> Tensor:
         work = torch.float64 if dtype == torch.float64 else torch.float32
         units = (q * 256 - shift).to(work)
         units += 127.5 if self.rounding == "dither" else 128.0
-        return (units * (_pick(self.step, entries).to(work) / 256)).to(dtype)
+        return (units * pick(self.step.to(work) / 256)).to(dtype)
 
     def _bytes(self, index: Tensor | range, spec: TensorSpec, seed: int) -> Tensor | int:
         if self.rounding != "dither":
@@ -128,10 +136,6 @@ def _centre(mean: Tensor, step: Tensor, dtype: torch.dtype) -> Tensor:
     most = farthest_centre(dtype)
     centre = torch.round(mean.float() / step)
     return torch.where(centre.isfinite(), centre, 0.0).clamp(-most, most).to(torch.bfloat16)
-
-
-def _pick(table: Tensor, entries: Tensor | None) -> Tensor:
-    return table if entries is None else table[entries]
 
 
 def scale(dtype: torch.dtype, rounding: str) -> tuple[float, float, float]:

@@ -74,6 +74,18 @@ def index_terms(spec: TensorSpec, axes: tuple[int, ...]) -> tuple[tuple[int, int
     return tuple(reversed(terms))
 
 
+def spread(table: Tensor, term: tuple[int, int, int], start: int, stop: int) -> Tensor:
+    """``table[entries]`` for the elements [start, stop) and a single term that counts by one, in runs."""
+    divide, modulo, _ = term
+    if divide == 1:
+        laps = -(-stop // modulo) - start // modulo
+        row, skip = table.expand(laps, modulo).flatten(), start % modulo
+    else:
+        runs = torch.arange(start // divide, -(-stop // divide), device=table.device) % modulo
+        row, skip = table[runs].unsqueeze(1).expand(-1, divide).flatten(), start % divide
+    return row[skip : skip + stop - start]
+
+
 def entries_at(terms: tuple[tuple[int, int, int], ...], index: Tensor) -> Tensor:
     """Table entry of the elements at ``index`` in memory order."""
     entry = torch.zeros_like(index)

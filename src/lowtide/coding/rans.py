@@ -76,8 +76,8 @@ class Alphabet:
         """The digit of every code, -1 for a code outside the alphabet."""
         codes = self.size - self.zero
         digit = q - self.low
-        digit = torch.where((digit >= 0) & (digit < codes), digit + int(self.zero), -1)
-        return digit if zero is None else torch.where(zero, 0, digit)
+        digit = (digit + int(self.zero) + 1) * ((digit >= 0) & (digit < codes)) - 1
+        return digit if zero is None else digit * ~zero
 
     def symbols_of(self, digits: Tensor) -> Tensor:
         """(..., values) digits into one number each."""
@@ -120,7 +120,7 @@ def _fit(q: Tensor, zero: Tensor | None, values: int, count: int) -> Model:
     digits = Alphabet(values, size, low, zero is not None, 0, rows).digits(q, zero)
     seen = torch.bincount(digits[digits >= 0], minlength=size).double()
     alphabet = Alphabet(values, size, low, zero is not None, int(seen.argmax()), rows)
-    known = torch.where(digits < 0, alphabet.fill, digits)
+    known = digits + (digits < 0) * (alphabet.fill + 1)  # outside of the alphabet a digit is -1
     symbols = alphabet.symbols_of(_sequences(known).unflatten(-1, (-1, values)))
     joint = torch.bincount(symbols.flatten(), minlength=alphabet.symbols).double()
     alone = torch.bincount(known, minlength=size).double() / known.numel()
