@@ -17,6 +17,7 @@ and its first header is 8, which no other chunk has. ``offsets`` holds the first
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -169,6 +170,7 @@ def _from_blocks(rows: Tensor) -> Tensor:
     return rows.view(-1, BLOCKS, 8, 4).transpose(1, 2).flatten()
 
 
+@cache
 def _table(entries: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(entries, device=device)
 
@@ -178,6 +180,7 @@ def _bit_length(value: Tensor) -> Tensor:
     return torch.frexp(value.float()).exponent.long()
 
 
+@cache
 def _places(device: torch.device) -> Tensor:
     """The bit at which each element of a block stands."""
     number = torch.arange(BLOCK, dtype=torch.int32, device=device)
