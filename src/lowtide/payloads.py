@@ -19,7 +19,7 @@ from lowtide.witness import Witness
 
 # Bytes of tensors kept while their encoders have not reported: so many, and where memory is not scarce this share of
 # what plain training holds.
-MOST_PENDING, PENDING_SHARE = 1 << 28, 1 / 16
+MOST_PENDING, PENDING_SHARE = 1 << 28, 3 / 64
 
 
 class Payload:
