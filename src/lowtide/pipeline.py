@@ -53,14 +53,21 @@ class Coded:
         spec = handle.spec
         with _Plainly(spec.device.type):
             tensor = self._payload.nonzero() if self._mask else self._payload.decode(handle.name)
-        if tensor.numel() != spec.numel or tensor.dtype != spec.dtype or tensor.device != spec.device:
-            raise PayloadError(
-                f"{handle.name}: decoded a {tensor.dtype} tensor of shape {tuple(tensor.shape)} on {tensor.device}, "
-                f"saved was {spec.dtype}, {spec.shape} on {spec.device}"
-            )
+        if tensor.dtype is not spec.dtype or tensor.device != spec.device:
+            raise _unlike(handle, tensor)
         if tensor.shape == spec.shape and tensor.stride() == spec.stride:
             return tensor
+        if tensor.numel() != spec.numel:
+            raise _unlike(handle, tensor)
         return tensor.as_strided(spec.shape, spec.stride, 0)
+
+
+def _unlike(handle: Handle, tensor: Tensor) -> PayloadError:
+    spec = handle.spec
+    return PayloadError(
+        f"{handle.name}: decoded a {tensor.dtype} tensor of shape {tuple(tensor.shape)} on {tensor.device}, "
+        f"saved was {spec.dtype}, {spec.shape} on {spec.device}"
+    )
 
 
 class Pipeline:
