@@ -27,10 +27,11 @@ from typing import Any
 import torch
 
 from lowtide import Session
-from lowtide.app.bench import arguments, meters, specs, workload
-from lowtide.app.bench.rows import ENVIRONMENT, ResultFile, describe_environment, explain, now
-from lowtide.app.bench.variants import Variant
-from lowtide.app.bench.workload import Task, Workload
+from lowtide.app.bench import meters
+from lowtide.app.shared import arguments, specs, workload
+from lowtide.app.shared.rows import ENVIRONMENT, ResultFile, describe_environment, explain, now
+from lowtide.app.shared.variants import Variant
+from lowtide.app.shared.workload import Task, Workload
 from lowtide.errors import BudgetError, LowtideError
 from lowtide.reports.text import size, table
 

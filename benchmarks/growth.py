@@ -19,10 +19,11 @@ from typing import Any
 import torch
 
 from lowtide import find_batch_size, sizes
-from lowtide.app.bench import arguments, specs, timing, workload
-from lowtide.app.bench.rows import ENVIRONMENT, ResultFile, describe_environment, explain, now
-from lowtide.app.bench.variants import Variant
-from lowtide.app.bench.workload import Task, Workload
+from lowtide.app.bench import timing
+from lowtide.app.shared import arguments, specs, workload
+from lowtide.app.shared.rows import ENVIRONMENT, ResultFile, describe_environment, explain, now
+from lowtide.app.shared.variants import Variant
+from lowtide.app.shared.workload import Task, Workload
 from lowtide.errors import LowtideError
 from lowtide.growth import BatchSize, Meter, is_out_of_memory
 from lowtide.reports.text import size, table

@@ -30,10 +30,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.app.bench import arguments, meters, specs, timing, workload
-from lowtide.app.bench.rows import ENVIRONMENT, ResultFile, describe_environment, explain, now
-from lowtide.app.bench.variants import Variant
-from lowtide.app.bench.workload import Task, Workload
+from lowtide.app.bench import meters, timing
+from lowtide.app.shared import arguments, specs, workload
+from lowtide.app.shared.rows import ENVIRONMENT, ResultFile, describe_environment, explain, now
+from lowtide.app.shared.variants import Variant
+from lowtide.app.shared.workload import Task, Workload
 from lowtide.errors import LowtideError
 from lowtide.registry import METHODS
 from lowtide.reports.text import size, table

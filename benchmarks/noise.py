@@ -29,9 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowtide import Session, attach
-from lowtide.app.bench import arguments, specs, workload
-from lowtide.app.bench.rows import ENVIRONMENT, ResultFile, describe_environment, now
-from lowtide.app.bench.workload import Task, Workload
+from lowtide.app.shared import arguments, specs, workload
+from lowtide.app.shared.rows import ENVIRONMENT, ResultFile, describe_environment, now
+from lowtide.app.shared.workload import Task, Workload
 from lowtide.errors import LowtideError
 from lowtide.reports.text import table
 

@@ -32,11 +32,12 @@ import torch
 from torch import Tensor
 
 from lowtide import Session
-from lowtide.app.bench import arguments, specs, timing, workload
-from lowtide.app.bench.rows import ENVIRONMENT, ResultFile, describe_environment, explain, now
+from lowtide.app.bench import timing
 from lowtide.app.bench.timing import Times
-from lowtide.app.bench.variants import Variant
-from lowtide.app.bench.workload import Task, Workload
+from lowtide.app.shared import arguments, specs, workload
+from lowtide.app.shared.rows import ENVIRONMENT, ResultFile, describe_environment, explain, now
+from lowtide.app.shared.variants import Variant
+from lowtide.app.shared.workload import Task, Workload
 from lowtide.errors import LowtideError
 from lowtide.methods.budget import Budget
 from lowtide.reports.text import table

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 
 from lowtide import sizes
-from lowtide.app.bench import arguments, meters, specs, timing, workload
-from lowtide.app.bench.rows import ENVIRONMENT, ResultFile, describe_environment, explain, now
-from lowtide.app.bench.workload import Task
+from lowtide.app.bench import meters, timing
+from lowtide.app.shared import arguments, specs, workload
+from lowtide.app.shared.rows import ENVIRONMENT, ResultFile, describe_environment, explain, now
+from lowtide.app.shared.workload import Task
 from lowtide.errors import LowtideError
 from lowtide.planner import Plan, Planner
 from lowtide.registry import METHODS

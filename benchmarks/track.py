@@ -31,8 +31,8 @@ from torch import Tensor, nn
 
 from lowtide import attach
 from lowtide.app import data, zoo
-from lowtide.app.bench import arguments, specs
-from lowtide.app.bench.rows import ENVIRONMENT, ResultFile, describe_environment, now
+from lowtide.app.shared import arguments, specs
+from lowtide.app.shared.rows import ENVIRONMENT, ResultFile, describe_environment, now
 from lowtide.app.train.config import PRECISIONS, Config
 from lowtide.app.train.prepare import understand
 from lowtide.app.train.trainer import Trainer, as_logits, settings

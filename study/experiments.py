@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lowtide.app.bench.specs import UsageError
 from lowtide.app.compare.runs import Run, read_method
 from lowtide.app.compare.summary import METRICS
+from lowtide.app.shared.specs import UsageError
 from lowtide.app.train.config import PLAIN, SECTIONS, Config, read_file
 from lowtide.errors import UnknownNameError
 from lowtide.registry import METHODS

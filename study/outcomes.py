@@ -22,12 +22,12 @@ import torch
 from experiments import Experiment, Variant
 from torch import Tensor, nn
 
-from lowtide.app.bench.workload import Workload
 from lowtide.app.data import DataSet
 from lowtide.app.models import count_channels, find_model
 from lowtide.app.plan.dryrun import Conditions, DryRun
 from lowtide.app.plan.trace import LEFT, NAMED
 from lowtide.app.report.runs import read_run
+from lowtide.app.shared.workload import Workload
 from lowtide.app.train.config import Config
 from lowtide.app.train.rundir import write
 from lowtide.app.zoo.tasks import classification_loss, next_token_loss

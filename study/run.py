@@ -35,11 +35,11 @@ from outcomes import (
 )
 from summaries import as_compared, find_rows
 
-from lowtide.app.bench.arguments import require_positive, say
-from lowtide.app.bench.rows import ResultFile
-from lowtide.app.bench.specs import UsageError
 from lowtide.app.compare.runs import Run, Runner
 from lowtide.app.compare.summary import render, summarize
+from lowtide.app.shared.arguments import require_positive, say
+from lowtide.app.shared.rows import ResultFile
+from lowtide.app.shared.specs import UsageError
 from lowtide.app.train.prepare import find_device, understand
 from lowtide.app.train.progress import clock
 from lowtide.app.train.rundir import RunFolder

@@ -7,9 +7,9 @@ import subprocess
 import pytest
 import torch
 
-from lowtide.app.bench import rows
-from lowtide.app.bench.rows import ResultFile
-from lowtide.app.bench.specs import UsageError
+from lowtide.app.shared import rows
+from lowtide.app.shared.rows import ResultFile
+from lowtide.app.shared.specs import UsageError
 
 
 def test_a_new_file_gets_a_header_and_rows_are_appended(tmp_path):

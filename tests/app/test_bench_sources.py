@@ -7,7 +7,7 @@ import torch
 
 from lowtide.app.bench import sources
 from lowtide.app.bench.sources import Net
-from lowtide.app.bench.workload import find_workload
+from lowtide.app.shared.workload import find_workload
 
 CPU = torch.device("cpu")
 

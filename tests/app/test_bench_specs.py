@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lowtide.app.bench import specs
-from lowtide.app.bench.specs import Spec, UsageError
+from lowtide.app.shared import specs
+from lowtide.app.shared.specs import Spec, UsageError
 from lowtide.codecs.cast import Cast
 
 

@@ -11,10 +11,11 @@ from torch import nn
 
 from lowtide import recompute
 from lowtide.app import zoo
-from lowtide.app.bench import meters, step, variants, workload
-from lowtide.app.bench.specs import UsageError
-from lowtide.app.bench.variants import Variant
-from lowtide.app.bench.workload import Task
+from lowtide.app.bench import meters, step
+from lowtide.app.shared import variants, workload
+from lowtide.app.shared.specs import UsageError
+from lowtide.app.shared.variants import Variant
+from lowtide.app.shared.workload import Task
 from lowtide.codecs.sz import Sz
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from lowtide.app import zoo
-from lowtide.app.bench import workload
-from lowtide.app.bench.specs import UsageError
-from lowtide.app.bench.workload import Data, Task, find_workload
+from lowtide.app.shared import workload
+from lowtide.app.shared.specs import UsageError
+from lowtide.app.shared.workload import Data, Task, find_workload
 from lowtide.errors import UnknownNameError
 
 CPU = torch.device("cpu")

@@ -82,7 +82,7 @@ def test_nothing_to_do_shows_the_help(lowtide, capsys, arguments):
         ("bench step resnet18 --methods bold(linar=1)", "unknown option .* 'linar'; .*Did you mean 'linear'"),
         ("bench step resnet18 --methods bold(linear=-1)", "bound must be finite and greater than zero"),
         ("bench step resnet18 --methods exact:blocks", "unknown option of method 'exact' 'coder'"),
-        ("bench step resnet18 --methods bold(seed=3)", "seed is set by the benchmark itself"),
+        ("bench step resnet18 --methods bold(seed=3)", "seed is set by the command itself"),
         ("bench step resnet18 --methods compile:fast", "'compile' has no options"),
         ("bench step torchvision:resnet18 --tiny", "--tiny is for models of the zoo"),
     ],

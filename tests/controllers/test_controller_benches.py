@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.app.bench.specs import UsageError
 from lowtide.app.bench.timing import Times
+from lowtide.app.shared.specs import UsageError
 from lowtide.controllers.budget import Budget
 
 

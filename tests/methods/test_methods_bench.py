@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from lowtide.app.bench.specs import UsageError
+from lowtide.app.shared.specs import UsageError
 from lowtide.codecs.division import Division
 from lowtide.registry import METHODS
 

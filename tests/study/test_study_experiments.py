@@ -10,7 +10,7 @@ import pytest
 from experiments import Experiment, Variant, merge
 from outcomes import name_file
 
-from lowtide.app.bench.specs import UsageError
+from lowtide.app.shared.specs import UsageError
 from lowtide.errors import UnknownNameError
 
 STUDY = Path(__file__).parents[2] / "study"

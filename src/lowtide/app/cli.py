@@ -16,10 +16,10 @@ from typing import Any, NoReturn
 from lowtide._version import __version__
 from lowtide.app import demo, env
 from lowtide.app.bench import codec, step
-from lowtide.app.bench.specs import UsageError
 from lowtide.app.compare import command as compare
 from lowtide.app.plan import command as plan
 from lowtide.app.report import command as report
+from lowtide.app.shared.specs import UsageError
 from lowtide.app.train import command as train
 from lowtide.errors import BoundError, UnknownNameError
 

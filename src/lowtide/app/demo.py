@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from lowtide.app.bench import arguments, specs
 from lowtide.app.report import scales
 from lowtide.app.report.command import write_whole
 from lowtide.app.report.figures import Summary, summarise
 from lowtide.app.report.page import render_page
 from lowtide.app.report.runs import load_runs
+from lowtide.app.shared import arguments, specs
 from lowtide.app.train.command import train
 from lowtide.app.train.config import PLAIN
 from lowtide.app.train.recipe import resolve_method

@@ -20,9 +20,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from lowtide.app import zoo
-from lowtide.app.bench.specs import UsageError
 from lowtide.app.data import DataSet
 from lowtide.app.data.vocabulary import PADDING
+from lowtide.app.shared.specs import UsageError
 from lowtide.errors import UnknownNameError
 
 _SMALL = 64  # pixels a side below which a stem that divides them by four leaves too little

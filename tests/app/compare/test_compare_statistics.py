@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from lowtide.app.bench.specs import UsageError
 from lowtide.app.compare.runs import read_seeds
 from lowtide.app.compare.student import Estimate, probability, quantile
 from lowtide.app.compare.summary import render, summarize
+from lowtide.app.shared.specs import UsageError
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from lowtide.app import data
-from lowtide.app.bench.specs import UsageError
 from lowtide.app.data import DataError
 from lowtide.app.data.cifar import RELEASES, read_binary, read_pickle
+from lowtide.app.shared.specs import UsageError
 
 _EACH = 3
 

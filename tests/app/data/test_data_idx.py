@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lowtide.app import data
-from lowtide.app.bench.specs import UsageError
 from lowtide.app.data import DataError
 from lowtide.app.data.idx import read_idx
+from lowtide.app.shared.specs import UsageError
 
 
 def _idx(values: Tensor) -> bytes:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lowtide.app import data
-from lowtide.app.bench.specs import UsageError
 from lowtide.app.data import DataError, imagefolder
+from lowtide.app.shared.specs import UsageError
 
 Image = pytest.importorskip("PIL.Image")
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lowtide.app import data
-from lowtide.app.bench.specs import UsageError
 from lowtide.app.data import Table
+from lowtide.app.shared.specs import UsageError
 from lowtide.errors import UnknownNameError
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from lowtide.app import data
-from lowtide.app.bench.specs import UsageError
 from lowtide.app.data import DataError, Stream
 from lowtide.app.data.vocabulary import PADDING, UNKNOWN, Vocabulary
+from lowtide.app.shared.specs import UsageError
 from lowtide.errors import UnknownNameError
 
 _TEXT = bytes(range(97, 123)) * 40  # 1040 bytes

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowtide.app.bench.variants import Variant
-from lowtide.app.bench.workload import Task, find_workload
 from lowtide.app.plan import probe
 from lowtide.app.plan.dryrun import Conditions, DryRun
 from lowtide.app.plan.estimate import HEADROOM, estimate, find_largest, layers, shares
 from lowtide.app.plan.trace import NAMED
+from lowtide.app.shared.variants import Variant
+from lowtide.app.shared.workload import Task, find_workload
 from lowtide.session import attach
 
 CPU = Conditions(device="cpu", precision="fp32")

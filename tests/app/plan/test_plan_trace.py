@@ -12,9 +12,9 @@ from torch import nn
 
 import lowtide
 from lowtide.app import zoo
-from lowtide.app.bench.workload import Workload, find_workload
 from lowtide.app.plan.dryrun import LARGE, SMALL, Conditions, DryRun, _continue
 from lowtide.app.plan.trace import LEFT, NAMED, OUTSIDE, OWNED
+from lowtide.app.shared.workload import Workload, find_workload
 from lowtide.app.timeline import Timeline
 from lowtide.app.zoo.tasks import classification_loss
 

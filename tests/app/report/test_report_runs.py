@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from lowtide.app.bench.specs import UsageError
 from lowtide.app.report.runs import RunError, load_runs, read_run
+from lowtide.app.shared.specs import UsageError
 
 
 def test_a_whole_run(make_run):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowtide.app.bench.specs import UsageError
+from lowtide.app.shared.specs import UsageError
 from lowtide.app.train import toml
 from lowtide.app.train.config import Config, read_file
 from lowtide.errors import UnknownNameError

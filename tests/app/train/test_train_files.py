@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowtide.app.bench.specs import UsageError
+from lowtide.app.shared.specs import UsageError
 from lowtide.app.train import checkpoints, rundir
 from lowtide.app.train.checkpoints import CheckpointError
 from lowtide.app.train.metrics import COLUMNS, Metrics

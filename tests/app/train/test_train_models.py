@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from lowtide.app import data
-from lowtide.app.bench.specs import UsageError
 from lowtide.app.data import DataSet, Stream, Table
 from lowtide.app.models import count_channels, find_model
+from lowtide.app.shared.specs import UsageError
 from lowtide.errors import UnknownNameError
 
 

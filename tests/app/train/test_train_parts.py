@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.app import data, zoo
-from lowtide.app.bench.specs import UsageError
 from lowtide.app.data import DataSet, Table
 from lowtide.app.models import find_model
+from lowtide.app.shared.specs import UsageError
 from lowtide.app.train import batches as batches_module
 from lowtide.app.train import seeds
 from lowtide.app.train.augment import Pictures
@@ -236,7 +236,7 @@ def test_what_is_left_open_is_chosen(name: str, batch: int, optimizer: str, lr: 
         ("fixde", {}, "unknown method 'fixde'; .*Did you mean 'fixed'"),
         ("fixed", {"linaer": 1}, "unknown option of method 'fixed' 'linaer'; .*check.*Did you mean 'linear'"),
         ("fixed", {"linear": -1}, "bound must be finite and greater than zero"),
-        ("fixed", {"seed": 3}, "'seed' is set by the trainer itself"),
+        ("fixed", {"seed": 3}, "seed is set by the command itself"),
         ("plain", {"linear": 1}, "plain training has no options, got linear"),
         ("fixed", {"rules": "none.toml"}, "cannot read rule file none.toml"),
     ],

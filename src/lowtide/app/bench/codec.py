@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.app.bench import arguments, roundtrip, sources, specs
-from lowtide.app.bench.rows import ENVIRONMENT, ResultFile, describe_environment, explain, now
+from lowtide.app.bench import roundtrip, sources
 from lowtide.app.bench.sources import Source
-from lowtide.app.bench.workload import find_workload
+from lowtide.app.shared import arguments, specs
+from lowtide.app.shared.rows import ENVIRONMENT, ResultFile, describe_environment, explain, now
+from lowtide.app.shared.workload import find_workload
 from lowtide.bounds import BoundRule
 from lowtide.codecs import Codec
 from lowtide.reports.text import table

@@ -11,8 +11,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lowtide.app.bench import timing
-from lowtide.app.bench.rows import explain
-from lowtide.app.bench.workload import Task
+from lowtide.app.shared.rows import explain
+from lowtide.app.shared.workload import Task
 from lowtide.session import Session
 
 _PACKAGE = Path(__file__).parents[2]

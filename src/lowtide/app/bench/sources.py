@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide.app.bench import workload
-from lowtide.app.bench.specs import UsageError
+from lowtide.app.shared import workload
+from lowtide.app.shared.specs import UsageError
 from lowtide.records import Kind, Need, Per
 
 NAMES = ("relu", "norm")

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lowtide.app.bench import arguments, specs
-from lowtide.app.bench.rows import ResultFile
 from lowtide.app.compare.runs import COLUMNS, Run, Runner, plan, read_method, read_seeds
 from lowtide.app.compare.summary import METRICS, render, summarize
+from lowtide.app.shared import arguments, specs
+from lowtide.app.shared.rows import ResultFile
 from lowtide.app.train.config import Config, read_file
 from lowtide.app.train.flags import add_flags, read_flags
 from lowtide.app.train.prepare import merge, name_run, understand

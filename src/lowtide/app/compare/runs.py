@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lowtide.app.bench.arguments import say
-from lowtide.app.bench.rows import now
-from lowtide.app.bench.specs import Spec, UsageError
+from lowtide.app.shared.arguments import say
+from lowtide.app.shared.rows import now
+from lowtide.app.shared.specs import Spec, UsageError
 from lowtide.app.train import toml
 from lowtide.app.train.config import Config
 from lowtide.app.train.recipe import resolve_method

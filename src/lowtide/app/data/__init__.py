@@ -12,10 +12,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from lowtide.app.bench.specs import UsageError
 from lowtide.app.data import cifar, digits, idx, imagefolder, sentences, text
 from lowtide.app.data.archive import DataError
 from lowtide.app.data.splits import DataSet, Kind, Split, Stream, Table
+from lowtide.app.shared.specs import UsageError
 from lowtide.errors import UnknownNameError
 
 __all__ = ["LOADERS", "DataError", "DataSet", "Kind", "Split", "Stream", "Table", "load", "parse"]

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.app.bench.specs import UsageError
 from lowtide.app.data.archive import Archive, DataError
 from lowtide.app.data.images import make_images
 from lowtide.app.data.splits import DataSet
+from lowtide.app.shared.specs import UsageError
 
 _PIXELS = 3 * 32 * 32
 _AUGMENT = {"crop": 4, "flip": True, "cutout": 8}

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lowtide.app.bench.specs import UsageError
 from lowtide.app.data.archive import Archive, DataError
 from lowtide.app.data.images import make_images
 from lowtide.app.data.splits import DataSet
+from lowtide.app.shared.specs import UsageError
 
 _FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 

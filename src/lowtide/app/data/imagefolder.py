@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.app.bench.specs import UsageError
 from lowtide.app.data.archive import DataError
 from lowtide.app.data.images import make_images
 from lowtide.app.data.splits import DataSet
+from lowtide.app.shared.specs import UsageError
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff")
 _PARTS = (("train",), ("val", "test", "valid"))

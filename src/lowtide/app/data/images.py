@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowtide.app.bench.specs import UsageError
 from lowtide.app.data.archive import DataError
 from lowtide.app.data.splits import DataSet, Table
+from lowtide.app.shared.specs import UsageError
 
 
 def make_images(

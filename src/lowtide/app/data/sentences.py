@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lowtide.app.bench.specs import UsageError
 from lowtide.app.data.archive import Archive, DataError
 from lowtide.app.data.splits import DataSet, Table
 from lowtide.app.data.vocabulary import PADDING, Vocabulary
+from lowtide.app.shared.specs import UsageError
 
 _PARTS = ("train.tsv", "dev.tsv")
 _COLUMNS = ("sentence", "label")

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lowtide.app.bench.specs import UsageError
 from lowtide.app.data.archive import Archive, DataError, read_text
 from lowtide.app.data.splits import DataSet, Stream
 from lowtide.app.data.vocabulary import Vocabulary
+from lowtide.app.shared.specs import UsageError
 from lowtide.errors import UnknownNameError
 
 _TRAIN = ("wiki.train.tokens", "wiki.train.raw", "train.txt")

@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 
-from lowtide.app.bench import arguments, specs, workload
-from lowtide.app.bench.specs import UsageError
-from lowtide.app.bench.variants import OTHERS, Variant
 from lowtide.app.plan import probe
 from lowtide.app.plan.dryrun import OPTIMIZERS, Conditions, DryRun
 from lowtide.app.plan.estimate import HEADROOM, Estimate, estimate, layers, shares
 from lowtide.app.plan.probe import Probe
 from lowtide.app.plan.subject import find_subject, parse_shape
+from lowtide.app.shared import arguments, specs, workload
+from lowtide.app.shared.specs import UsageError
+from lowtide.app.shared.variants import OTHERS, Variant
 from lowtide.errors import UnknownNameError
 from lowtide.reports.text import size, table
 from lowtide.session import DEFAULT_METHOD

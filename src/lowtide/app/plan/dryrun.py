@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowtide.app.bench.workload import Workload
 from lowtide.app.plan.fakes import AsOnCuda, build_shapes, make_fake
 from lowtide.app.plan.trace import Save, Step, Trace
+from lowtide.app.shared.workload import Workload
 from lowtide.app.timeline import Sample
 from lowtide.errors import LowtideError
 

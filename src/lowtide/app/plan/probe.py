@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from lowtide.app.bench import workload
-from lowtide.app.bench.variants import Variant
-from lowtide.app.bench.workload import Task, Workload
 from lowtide.app.plan.dryrun import Conditions, DryRun
 from lowtide.app.plan.fakes import AsOnCuda
 from lowtide.app.plan.trace import NAMED
+from lowtide.app.shared import workload
+from lowtide.app.shared.variants import Variant
+from lowtide.app.shared.workload import Task, Workload
 from lowtide.session import attach
 
 BATCHES = {"cpu": 2, "cuda": 16}

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from lowtide.app import models
-from lowtide.app.bench import workload
-from lowtide.app.bench.specs import UsageError
-from lowtide.app.bench.workload import Workload
 from lowtide.app.data import DataSet, Table
+from lowtide.app.shared import workload
+from lowtide.app.shared.specs import UsageError
+from lowtide.app.shared.workload import Workload
 from lowtide.app.zoo.tasks import classification_loss, next_token_loss, sample_next_tokens
 
 _TORCHVISION = "torchvision:"

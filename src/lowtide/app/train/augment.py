@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowtide.app.bench.specs import UsageError
+from lowtide.app.shared.specs import UsageError
 from lowtide.app.train.config import Augment
 from lowtide.app.train.seeds import AUGMENT, generator
 

@@ -11,8 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from lowtide.app.bench.specs import UsageError
 from lowtide.app.data import DataSet, Split
+from lowtide.app.shared.specs import UsageError
 from lowtide.app.train.seeds import ORDER, generator
 
 _SHARE = 4  # of the free memory of a GPU, one part in so many may be data

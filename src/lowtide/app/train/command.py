@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lowtide.app.bench import arguments
-from lowtide.app.bench.specs import UsageError
+from lowtide.app.shared import arguments
+from lowtide.app.shared.specs import UsageError
 from lowtide.app.train.advice import advise_setup, explained
 from lowtide.app.train.config import Config, read_file
 from lowtide.app.train.flags import add_flags, read_flags

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lowtide.app.bench.specs import UsageError
+from lowtide.app.shared.specs import UsageError
 from lowtide.errors import UnknownNameError
 
 PLAIN = "plain"

@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from lowtide.app import data
-from lowtide.app.bench.specs import parse_options
+from lowtide.app.shared.specs import parse_options
 from lowtide.app.train.config import SECTIONS, Setting, settings
 
 # Where the flag is not the setting's own name.

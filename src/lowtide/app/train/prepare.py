@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from lowtide.app import data
-from lowtide.app.bench import arguments
-from lowtide.app.bench.specs import UsageError
 from lowtide.app.data import DataSet
 from lowtide.app.models import find_model
+from lowtide.app.shared import arguments
+from lowtide.app.shared.specs import UsageError
 from lowtide.app.train.config import Config
 from lowtide.app.train.recipe import resolve, resolve_method
 

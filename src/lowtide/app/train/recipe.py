@@ -15,15 +15,12 @@ from typing import Any
 
 from torch import nn
 
-from lowtide.app.bench.specs import UsageError
-from lowtide.app.bench.variants import PRESETS, session_options
 from lowtide.app.data import DataSet
 from lowtide.app.models import Model
+from lowtide.app.shared.specs import UsageError
+from lowtide.app.shared.variants import find_method
 from lowtide.app.train.config import PLAIN, Augment, Config
 from lowtide.app.train.schedules import WARMUPS
-from lowtide.errors import LowtideError, UnknownNameError
-from lowtide.registry import METHODS
-from lowtide.session import Session
 
 _LR_SGD, _LR_ADAMW, _REFERENCE_BATCH = 0.1, 1e-3, 128
 _DECAY = {"sgd": 5e-4, "adamw": 0.05, "lars": 5e-4}
@@ -59,24 +56,8 @@ def resolve_method(name: str, options: Mapping[str, Any]) -> tuple[str, dict[str
         if options:
             raise UsageError(f"plain training has no options, got {', '.join(options)}")
         return PLAIN, {}
-    if name not in PRESETS and name not in METHODS.names():
-        raise UnknownNameError("method", name, [PLAIN, *PRESETS, *METHODS.names()])
-    method, preset = PRESETS.get(name, (name, {}))
-    given = {key: value for key, value in {**preset, **options}.items() if value is not None}
-    for key in _RESERVED:
-        if key in given:
-            raise UsageError(f"method option {key!r} is set by the trainer itself")
-    try:
-        Session(None, method, **given)
-    except UnknownNameError as error:
-        if "option" not in error.kind:
-            raise
-        shared = [key for key in session_options() if key not in _RESERVED]
-        known = [*error.known, *shared]
-        raise UnknownNameError(error.kind, error.name, known, elsewhere=error.elsewhere) from None
-    except (LowtideError, ValueError, TypeError, OSError) as error:
-        raise UsageError(f"method {name!r}: {error}") from error
-    return method, given
+    given = {key: value for key, value in options.items() if value is not None}
+    return find_method(name, given, reserved=_RESERVED, others=[PLAIN], what=f"method {name!r}")
 
 
 def _has(module: nn.Module, kind: type[nn.Module] | tuple[type[nn.Module], ...]) -> bool:

@@ -26,8 +26,8 @@ from typing import Any, BinaryIO, Self
 import torch
 
 from lowtide._version import __version__
-from lowtide.app.bench.rows import describe_environment
-from lowtide.app.bench.specs import UsageError
+from lowtide.app.shared.rows import describe_environment
+from lowtide.app.shared.specs import UsageError
 from lowtide.app.train import toml
 from lowtide.app.train.config import Config, read_file
 

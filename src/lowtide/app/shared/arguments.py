@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from lowtide.app.bench.specs import UsageError
+from lowtide.app.shared.specs import UsageError
 
 
 def add_shared(parser: argparse.ArgumentParser, *, out: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lowtide.app.bench.specs import Spec, UsageError
-from lowtide.app.bench.workload import Task
+from lowtide.app.shared.specs import Spec, UsageError
+from lowtide.app.shared.workload import Task
 from lowtide.errors import LowtideError, UnknownNameError
 from lowtide.recompute import blocks
 from lowtide.registry import METHODS
@@ -49,23 +49,8 @@ class Variant:
             if spec.short or spec.options:
                 raise UsageError(f"{spec.name!r} has no options, got {text!r}")
             return cls(spec.text)
-        if spec.name not in PRESETS and spec.name not in METHODS.names():
-            raise UnknownNameError("method", spec.name, [*OTHERS, *PRESETS, *METHODS.names()])
-        method, preset = PRESETS.get(spec.name, (spec.name, {}))
-        options = {**preset, **spec.options, **({"coder": spec.short} if spec.short else {})}
-        for name in _RESERVED:
-            if name in options:
-                raise UsageError(f"{text!r}: {name} is set by the benchmark itself")
-        try:
-            Session(None, method, **options)
-        except UnknownNameError as error:
-            if "option" not in error.kind:
-                raise
-            known = [name for name in [*error.known, *session_options()] if name not in _RESERVED]
-            raise UnknownNameError(error.kind, error.name, known, elsewhere=error.elsewhere) from None
-        except (LowtideError, ValueError, TypeError, OSError) as error:
-            raise UsageError(f"{text!r}: {error}") from None
-        return cls(spec.text, method, options)
+        given = {**spec.options, **({"coder": spec.short} if spec.short else {})}
+        return cls(spec.text, *find_method(spec.name, given, reserved=_RESERVED, others=OTHERS, what=repr(text)))
 
     @property
     def is_exact(self) -> bool:
@@ -102,6 +87,33 @@ def checkpoint_blocks(model: nn.Module) -> int:
     for block in found:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     return len(found)
+
+
+def find_method(
+    name: str, options: Mapping[str, Any], *, reserved: Iterable[str], others: Iterable[str], what: str
+) -> tuple[str, dict[str, Any]]:
+    """A method of Lowtide, or what a preset stands for, with all its options.
+
+    Options that it does not have are refused, before anything is loaded or built, and so are those that are
+    ``reserved``. ``others`` are names that would have been understood, too; ``what`` is how the user has put it.
+    """
+    if name not in PRESETS and name not in METHODS.names():
+        raise UnknownNameError("method", name, [*others, *PRESETS, *METHODS.names()])
+    method, preset = PRESETS.get(name, (name, {}))
+    given = {**preset, **options}
+    for key in reserved:
+        if key in given:
+            raise UsageError(f"{what}: {key} is set by the command itself")
+    try:
+        Session(None, method, **given)
+    except UnknownNameError as error:
+        if "option" not in error.kind:
+            raise
+        known = [key for key in [*error.known, *session_options()] if key not in reserved]
+        raise UnknownNameError(error.kind, error.name, known, elsewhere=error.elsewhere) from None
+    except (LowtideError, ValueError, TypeError, OSError) as error:
+        raise UsageError(f"{what}: {error}") from error
+    return method, given
 
 
 def session_options() -> list[str]:

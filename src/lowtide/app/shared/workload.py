@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowtide.app import zoo
-from lowtide.app.bench.specs import UsageError
+from lowtide.app.shared.specs import UsageError
 from lowtide.app.zoo.tasks import classification_loss, sample_images
 from lowtide.errors import UnknownNameError
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lowtide.app.bench.specs import UsageError
+from lowtide.app.shared.specs import UsageError
 
 ENVIRONMENT = ("run", "date", "revision", "device", "torch", "triton")
 _PACKAGE = Path(__file__).parents[2]

@@ -1,0 +1,1 @@
+"""What several commands share: how things are written on the command line, workloads, variants, rows of results."""
