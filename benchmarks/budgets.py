@@ -30,9 +30,10 @@ from lowtide import Session
 from lowtide.app.bench import meters
 from lowtide.app.shared import arguments, specs, workload
 from lowtide.app.shared.rows import ENVIRONMENT, ResultFile, describe_environment, explain, now
+from lowtide.app.shared.script import run_script
 from lowtide.app.shared.variants import Variant
 from lowtide.app.shared.workload import Task, Workload
-from lowtide.errors import BudgetError, LowtideError
+from lowtide.errors import BudgetError
 from lowtide.reports.text import size, table
 
 COLUMNS = (
@@ -185,20 +186,5 @@ def _size(row: dict[str, Any], name: str) -> str:
     return size(row[name]) if row.get(name) is not None else ""
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    configure(parser)
-    options = parser.parse_args()
-    try:
-        rows = run(options)
-    except LowtideError as error:
-        if options.traceback:
-            raise
-        print(f"budgets.py: {error}", file=sys.stderr)
-        return 2
-    print("\n".join(show(rows)))
-    return 0 if all(row["ok"] or row.get("smallest") for row in rows) else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(__doc__, configure, run, show, is_fine=lambda row: row["ok"] or bool(row.get("smallest"))))

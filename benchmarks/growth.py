@@ -22,9 +22,9 @@ from lowtide import find_batch_size, sizes
 from lowtide.app.bench import timing
 from lowtide.app.shared import arguments, specs, workload
 from lowtide.app.shared.rows import ENVIRONMENT, ResultFile, describe_environment, explain, now
+from lowtide.app.shared.script import run_script
 from lowtide.app.shared.variants import Variant
 from lowtide.app.shared.workload import Task, Workload
-from lowtide.errors import LowtideError
 from lowtide.growth import BatchSize, Meter, is_out_of_memory
 from lowtide.reports.text import size, table
 
@@ -167,23 +167,15 @@ def _times(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}x"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    configure(parser)
-    options = parser.parse_args()
-    try:
-        arguments.require_positive(options, "start", "maximum", "steps", "repeats")
-        device, cap = arguments.find_device(options), sizes.parse(options.cap, what="--cap")
-        if device.type == "cuda":
-            total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(cap / total, 1.0), device)
-        rows = run(options)
-    except LowtideError as error:
-        print(f"growth.py: {error}", file=sys.stderr)
-        return 2
-    print("\n".join(show(rows)))
-    return 0 if all(row["ok"] for row in rows) else 1
+def capped(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The same under the cap."""
+    arguments.require_positive(options, "start", "maximum", "steps", "repeats")
+    device, cap = arguments.find_device(options), sizes.parse(options.cap, what="--cap")
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(cap / total, 1.0), device)
+    return run(options)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(__doc__, configure, capped, show))

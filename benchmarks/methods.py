@@ -33,6 +33,7 @@ from torch import Tensor
 from lowtide.app.bench import meters, timing
 from lowtide.app.shared import arguments, specs, workload
 from lowtide.app.shared.rows import ENVIRONMENT, ResultFile, describe_environment, explain, now
+from lowtide.app.shared.script import run_script
 from lowtide.app.shared.variants import Variant
 from lowtide.app.shared.workload import Task, Workload
 from lowtide.errors import LowtideError
@@ -275,19 +276,5 @@ def draw(rows: list[dict[str, Any]]) -> str:
     return "\n".join(parts)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    configure(parser)
-    options = parser.parse_args()
-    try:
-        rows = run(options)
-    except LowtideError as error:
-        if options.traceback:
-            raise
-        print(f"methods.py: {error}", file=sys.stderr)
-        return 2
-    return 0 if all(row["ok"] or row["error"].startswith("skipped") for row in rows) else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(__doc__, configure, run, is_fine=lambda row: row["ok"] or row["error"].startswith("skipped")))

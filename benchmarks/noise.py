@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from lowtide import Session, attach
 from lowtide.app.shared import arguments, specs, workload
 from lowtide.app.shared.rows import ENVIRONMENT, ResultFile, describe_environment, now
+from lowtide.app.shared.script import run_script
 from lowtide.app.shared.workload import Task, Workload
-from lowtide.errors import LowtideError
 from lowtide.reports.text import table
 
 COLUMNS = (
@@ -268,20 +268,5 @@ def _times(row: dict[str, Any]) -> str:
     return f"{row['held_x_less']:.2f}x less"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    configure(parser)
-    options = parser.parse_args()
-    try:
-        rows = run(options)
-    except LowtideError as error:
-        if options.traceback:
-            raise
-        print(f"noise.py: {error}", file=sys.stderr)
-        return 2
-    print("\n".join(show(rows)))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(__doc__, configure, run, show))

@@ -36,9 +36,9 @@ from lowtide.app.bench import timing
 from lowtide.app.bench.timing import Times
 from lowtide.app.shared import arguments, specs, workload
 from lowtide.app.shared.rows import ENVIRONMENT, ResultFile, describe_environment, explain, now
+from lowtide.app.shared.script import run_script
 from lowtide.app.shared.variants import Variant
 from lowtide.app.shared.workload import Task, Workload
-from lowtide.errors import LowtideError
 from lowtide.methods.budget import Budget
 from lowtide.reports.text import table
 
@@ -193,20 +193,5 @@ def show(rows: list[dict[str, Any]]) -> list[str]:
     return [f"milliseconds of a step; overhead over a period of {PERIOD}", *table(heads, cells)]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    configure(parser)
-    options = parser.parse_args()
-    try:
-        rows = run(options)
-    except LowtideError as error:
-        if options.traceback:
-            raise
-        print(f"overhead.py: {error}", file=sys.stderr)
-        return 2
-    print("\n".join(show(rows)))
-    return 0 if all(row["ok"] for row in rows) else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(__doc__, configure, run, show))

@@ -24,6 +24,7 @@ from lowtide import sizes
 from lowtide.app.bench import meters, timing
 from lowtide.app.shared import arguments, specs, workload
 from lowtide.app.shared.rows import ENVIRONMENT, ResultFile, describe_environment, explain, now
+from lowtide.app.shared.script import run_script
 from lowtide.app.shared.workload import Task
 from lowtide.errors import LowtideError
 from lowtide.planner import Plan, Planner
@@ -142,19 +143,5 @@ def amount(value: int | None) -> str:
     return "" if value is None else size(value)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    configure(parser)
-    options = parser.parse_args()
-    try:
-        rows = run(options)
-    except LowtideError as error:
-        if options.traceback:
-            raise
-        print(f"plans.py: {error}", file=sys.stderr)
-        return 2
-    return 0 if all(row["ok"] for row in rows) else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(__doc__, configure, run))

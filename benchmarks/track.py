@@ -33,10 +33,10 @@ from lowtide import attach
 from lowtide.app import data, zoo
 from lowtide.app.shared import arguments, specs
 from lowtide.app.shared.rows import ENVIRONMENT, ResultFile, describe_environment, now
+from lowtide.app.shared.script import run_script
 from lowtide.app.train.config import PRECISIONS, Config
 from lowtide.app.train.prepare import understand
 from lowtide.app.train.trainer import Trainer, as_logits, settings
-from lowtide.errors import LowtideError
 from lowtide.reports.text import table
 
 METHOD = "budget"
@@ -196,20 +196,5 @@ def show(rows: list[dict[str, Any]]) -> list[str]:
     return [*table(heads, cells), f"a budget of {rows[0]['budget']:.3%} gave {found}"]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    configure(parser)
-    options = parser.parse_args()
-    try:
-        rows = run(options)
-    except LowtideError as error:
-        if options.traceback:
-            raise
-        print(f"track.py: {error}", file=sys.stderr)
-        return 2
-    print("\n".join(show(rows)))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(__doc__, configure, run, show))

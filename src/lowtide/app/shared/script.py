@@ -1,0 +1,37 @@
+"""The frame of a benchmark script: arguments, one line for an error of use, a table, an exit status."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lowtide.errors import LowtideError
+
+Rows = list[dict[str, Any]]
+
+
+def run_script(
+    doc: str | None,
+    configure: Callable[[argparse.ArgumentParser], None],
+    run: Callable[[argparse.Namespace], Rows],
+    show: Callable[[Rows], list[str]] | None = None,
+    *,
+    is_fine: Callable[[dict[str, Any]], bool] = lambda row: bool(row.get("ok", True)),
+) -> int:
+    """0 if every row is fine, 1 if one is not, 2 for what cannot be carried out as it was written."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    configure(parser)
+    options = parser.parse_args()
+    try:
+        rows = run(options)
+    except LowtideError as error:
+        if options.traceback:
+            raise
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        return 2
+    if show is not None:
+        print("\n".join(show(rows)))
+    return 0 if all(is_fine(row) for row in rows) else 1
