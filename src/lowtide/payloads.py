@@ -159,7 +159,10 @@ def spare(device: torch.device) -> int | None:
     """
     if device.type != "cuda":
         return 0
-    in_use = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
+    try:
+        in_use = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
+    except (RuntimeError, KeyError):  # an allocator of the user's own does not count
+        return 0
     if in_use["current"] > _limit(device) / 2:
         return None
     return max(int(in_use["peak"] * 0.95) - int(in_use["current"]), 0)
