@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from lowtide.app.train import batches
+from lowtide.app.train.augment import Pictures
+from lowtide.app.train.config import Augment
 from lowtide.app.train.trainer import Trainer
 
 pytestmark = [
@@ -78,3 +80,21 @@ def test_memory_that_runs_out_is_explained(lowtide, capsys):
         torch.cuda.empty_cache()
     last = capsys.readouterr().err.splitlines()[-1]
     assert "out of memory on cuda:0 in step 1, batch 1024, method 'plain'" in last and "try --batch 512" in last
+
+
+def test_augmentation_does_not_wait_for_the_device():
+    """What is drawn on the host reaches the device behind the work that it still has."""
+    augment = Augment(crop=4, flip=True, cutout=8)
+    pictures = Pictures(
+        augment, scale=((0.5,) * 3, (0.25,) * 3), shape=(3, 32, 32), channels=3, device=torch.device("cuda"),
+        channels_last=True, seed=0,
+    )  # fmt: skip
+    images = torch.randint(0, 256, (64, 3, 32, 32), dtype=torch.uint8, device="cuda")
+    expected = pictures.training(images, 7)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = pictures.training(images, 7)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(got, expected)

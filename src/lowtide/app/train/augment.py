@@ -67,7 +67,7 @@ class Pictures:
         rows = _reflect(torch.arange(height) + shift[0], height)
         columns = _reflect(torch.arange(width) + shift[1], width)
         columns = torch.where(mirrored, columns.flip(1), columns)
-        rows, columns = rows.to(self._device), columns.to(self._device)
+        rows, columns = self._send(torch.cat([rows, columns], 1).to(torch.int32)).long().split([height, width], 1)
         # One gather of whole pixels: channels last, so that the three values of a pixel lie together.
         flat = images.permute(0, 2, 3, 1).reshape(count, height * width, -1)
         places = (rows.unsqueeze(2) * width + columns.unsqueeze(1)).flatten(1)
@@ -85,7 +85,7 @@ class Pictures:
         theta = torch.zeros(count, 2, 3)
         theta[:, 0, 0], theta[:, 1, 1] = width, height
         theta[:, 0, 2], theta[:, 1, 2] = (2 * x - 1) * (1 - width), (2 * y - 1) * (1 - height)
-        grid = F.affine_grid(theta.to(self._device), list(values.shape), align_corners=False)
+        grid = F.affine_grid(self._send(theta), list(values.shape), align_corners=False)
         resized = F.grid_sample(values, grid, align_corners=False, padding_mode="reflection")
         return resized.contiguous(memory_format=self._format)
 
@@ -95,10 +95,15 @@ class Pictures:
         half = (self._augment.cutout or 0) / 2
         centre = torch.rand(2, count, 1, generator=draw)
         inside = [
-            ((torch.arange(size) + 0.5 - place * size).abs() <= half).to(self._device)
+            (torch.arange(size) + 0.5 - place * size).abs() <= half
             for place, size in zip(centre, (height, width), strict=True)
         ]
-        return values.masked_fill((inside[0].unsqueeze(2) & inside[1].unsqueeze(1)).unsqueeze(1), 0.0)
+        rows, columns = self._send(torch.cat(inside, 1)).split([height, width], 1)
+        return values.masked_fill((rows.unsqueeze(2) & columns.unsqueeze(1)).unsqueeze(1), 0.0)
+
+    def _send(self, drawn: Tensor) -> Tensor:
+        """To the device, without waiting for what it has to do before."""
+        return drawn.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else drawn
 
 
 def _reflect(places: Tensor, size: int) -> Tensor:
