@@ -141,7 +141,7 @@ class Sites:
             return
         if moved:
             grid = grid if grid is not None else codec.grid(x, memo.bound)
-            memo.plan = dataclasses.replace(memo.plan, grid=grid)
+            memo.plan = memo.plan.on(grid)
         if memo.leap:
             self._leap(memo, codec, x)
         if memo.survey is not None:

@@ -495,3 +495,21 @@ def test_an_instance_that_does_not_exist_is_refused(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("LOWTIDE_CACHE_DIR", str(tmp_path))
     with pytest.raises(LowtideError, match=r"sz: nvrtc.* failed for 'blocks_encode<double"):
         _nvrtc.compile(_sz_cuda.PROGRAM.source, "blocks_encode<double, 0, 0, true>", "sm_90", "sz")
+
+
+@requires_compiler
+@pytest.mark.parametrize("coder", ["blocks", "rans"])
+def test_a_plan_on_another_grid_is_as_good_as_a_new_one(coder: str) -> None:
+    """What was made ready for the old grid reads the tables of the new one, and the old plan still reads its own."""
+    codec, x = Sz(coder=coder), torch.randn(40, 96) + 3
+    grids = [codec.grid(x, Bound.absolute(torch.linspace(low, 0.6, 96), (1,))) for low in (0.3, 0.5)]
+    plan = codec.fit(grids[0], codec.survey(x, grids[0]), x.numel())
+    SzCuda(codec).encode(x, plan=plan)
+    moved = plan.on(grids[1])
+    assert plan.ready is not None and moved.ready is not None and moved.ready.tables != plan.ready.tables
+    ready = moved.ready
+    check(x, codec, moved)
+    check(x, codec, plan)
+    assert moved.ready is ready, "it was not made anew"
+    tensor_wide = codec.grid(x, Bound.absolute(0.5))
+    assert plan.on(tensor_wide).ready is None, "another kind of grid has other kernels"

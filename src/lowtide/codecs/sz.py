@@ -42,6 +42,17 @@ class Plan:
     model: rans.Model | None
     ready: Any = field(default=None, init=False, repr=False, compare=False)  # for a twin; not copied
 
+    def on(self, grid: Grid) -> Plan:
+        """The same with another grid of the same kind; what a twin has made ready is made to fit."""
+        plan = replace(self, grid=grid)
+        if (
+            self.ready is not None
+            and grid.axes == self.grid.axes
+            and (grid.centre is None) == (self.grid.centre is None)
+        ):
+            object.__setattr__(plan, "ready", self.ready.on(grid))
+        return plan
+
 
 @dataclass(frozen=True, slots=True)
 class Sz:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -152,17 +153,25 @@ class _Ready:
     __slots__ = ("codec", "decoding", "encoding", "function", "index", "nbytes", "parts", "spec", "tables")
 
     def __init__(self, codec: Sz, spec: TensorSpec, plan: Plan, encoding: Encoding, decoding: Decoding) -> None:
-        grid, model = plan.grid, plan.model
-        assert grid.inverse is not None and grid.promised is not None, "only the decoder works without a bound"
         self.codec, self.spec, self.encoding, self.decoding = codec, spec, encoding, decoding
         self.index = spec.device.index or 0
         self.function = _function(encoding.kernel, self.index, *encoding.template, values=encoding.values)
-        self.parts = {"freqs": model.freqs} if model is not None else {}
+        self._lay_out(plan.grid, plan.model.freqs if plan.model is not None else None)
+
+    def on(self, grid: Grid) -> _Ready:
+        """The same for another grid with the same axes, and with a centre if this one has one."""
+        other = copy(self)
+        other._lay_out(grid, self.parts.get("freqs"))
+        return other
+
+    def _lay_out(self, grid: Grid, freqs: Tensor | None) -> None:
+        assert grid.inverse is not None and grid.promised is not None, "only the decoder works without a bound"
+        self.parts = {"freqs": freqs} if freqs is not None else {}
         self.parts["step"] = grid.step
         if grid.centre is not None:
             self.parts["centre"] = grid.centre
         self.nbytes = sum(part.untyped_storage().nbytes() for part in self.parts.values())
-        tables = (grid.inverse, grid.promised, grid.step, grid.centre, self.parts.get("freqs"))
+        tables = (grid.inverse, grid.promised, grid.step, grid.centre, freqs)
         self.tables = tuple(table.data_ptr() if table is not None else 0 for table in tables)
 
     @classmethod
