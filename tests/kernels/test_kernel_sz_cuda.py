@@ -1,7 +1,5 @@
 """The CUDA twin of ``sz`` under the emulator, against the codec: the same bytes for ``blocks``; for ``rans``, whose
 escapes may stand in any order, each reads what the other wrote and finds the same values.
-
-And compiled by NVRTC for three generations of GPUs: what is spilled.
 """
 
 from __future__ import annotations
@@ -9,13 +7,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from guarded import Guarded
-from machine_code import requires_nvrtc, usage
 from same_payload import assert_same_payload, assert_same_values, bits
 from simt import Emulated, EmulatedFunction, requires_compiler
 from sz_cases import edges, mixture
@@ -23,8 +18,8 @@ from torch import Tensor
 
 from lowtide.codecs.sz import Plan, Sz
 from lowtide.coding import rans
-from lowtide.errors import LowtideError, PayloadError
-from lowtide.kernels import _nvrtc, _sz_cuda, _sz_jobs
+from lowtide.errors import PayloadError
+from lowtide.kernels import _sz_cuda, _sz_jobs
 from lowtide.kernels._sz_cuda import SzCuda
 from lowtide.records import Bound, Encoded, TensorSpec
 
@@ -435,66 +430,6 @@ def test_a_payload_that_lacks_a_part_is_refused() -> None:
                     SzCuda(Sz()).decode(replace(encoded, tensors=cut))
     with pytest.raises(PayloadError, match="sz payload has no code for zero"):
         SzCuda(Sz()).nonzero(Sz(coder="blocks").encode(torch.randn(500), Bound.absolute(0.5)))
-
-
-# Machine code
-
-# Kernel, dtype, kind, zero, dither, values, mask. All for one architecture, the first of each kernel for the others.
-COMPILED = [
-    ("blocks_encode", "float", TENSOR, 0, True, 0, False),
-    ("blocks_encode", "Bfloat", RUNS, 1, True, 0, False),
-    ("blocks_decode", "Bfloat", TENSOR, 1, True, 0, False),
-    ("blocks_decode", "float", INNER, 0, False, 0, False),
-    ("rans_encode", "Bfloat", TENSOR, 2, True, 4, False),
-    ("rans_encode", "float", RUNS, 0, True, 3, False),
-    ("rans_encode", "Half", INNER, 1, True, 2, False),
-    ("rans_encode", "Bfloat", INNER, 0, True, 3, False),
-    ("rans_encode", "Bfloat", FIXED, 0, True, 3, False),
-    ("rans_encode", "Bfloat", ANY, 1, True, 1, False),
-    ("rans_decode", "Bfloat", TENSOR, 1, True, 4, False),
-    ("rans_decode", "float", RUNS, 0, True, 2, False),
-    ("rans_decode", "Half", INNER, 1, False, 3, False),
-    ("rans_decode", "Bfloat", INNER, 0, True, 3, False),
-    ("rans_decode", "Bfloat", FIXED, 0, True, 3, False),
-    ("rans_decode", "Bfloat", TENSOR, 1, True, 1, True),
-]
-# Bytes that kernels held to few registers spill for now, at most: none but these do.
-SPILLED = {
-    ("sm_80", "blocks_encode<float, 0, 0, true>"): 8,
-    ("sm_80", "blocks_decode<Bfloat, 0, 1, true, false>"): 8,
-    ("sm_90", "blocks_encode<Bfloat, 1, 1, true>"): 64,
-    ("sm_90", "blocks_decode<Bfloat, 0, 1, true, false>"): 8,
-    ("sm_100", "blocks_encode<float, 0, 0, true>"): 24,
-    ("sm_100", "blocks_decode<Bfloat, 0, 1, true, false>"): 8,
-}
-REGISTERS = {"blocks_encode": 64, "blocks_decode": 48, "rans_encode": 64, "rans_decode": 48}
-
-
-def _compiled() -> Iterator[Any]:
-    first = {instance[0]: instance for instance in reversed(COMPILED)}
-    for arch in ("sm_80", "sm_90", "sm_100"):
-        for instance in COMPILED if arch == "sm_90" else first.values():
-            yield pytest.param(arch, instance, id=f"{arch}-{_sz_cuda.expression(*instance)}")
-
-
-@requires_nvrtc
-@pytest.mark.parametrize(("arch", "instance"), list(_compiled()))
-def test_registers_suffice(arch: str, instance: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOWTIDE_CACHE_DIR", str(tmp_path / "kept"))
-    expression = _sz_cuda.expression(*instance)
-    cubin, lowered = _nvrtc.compile(_sz_cuda.PROGRAM.source, expression, arch, "sz")
-    assert instance[0] in lowered
-    used = usage(cubin, tmp_path)
-    spilled = SPILLED.get((arch, expression), 0)
-    assert used["STACK"] <= spilled and used["LOCAL"] == 0, f"{used}: more is spilled than {spilled} bytes"
-    assert used["REG"] <= REGISTERS[instance[0]] and used["SHARED"] <= 48 << 10, used
-
-
-@requires_nvrtc
-def test_an_instance_that_does_not_exist_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOWTIDE_CACHE_DIR", str(tmp_path))
-    with pytest.raises(LowtideError, match=r"sz: nvrtc.* failed for 'blocks_encode<double"):
-        _nvrtc.compile(_sz_cuda.PROGRAM.source, "blocks_encode<double, 0, 0, true>", "sm_90", "sz")
 
 
 @requires_compiler
