@@ -145,6 +145,7 @@ def test_processes_side_by_side_stop_at_a_checkpoint(compare, tmp_path, capsys, 
         patch.setattr(command.Runner, "carry_out", interrupted)
         assert compare(*arguments) == 130
     assert len(_rows(tmp_path / "out" / "results.csv")) == 1
+    assert not list((tmp_path / "out").glob("*/lock"))
     assert compare(*arguments) == 0
     assert len(_rows(tmp_path / "out" / "results.csv")) == 2
     assert "exact - plain: +0.00 points with one seed" in capsys.readouterr().out
