@@ -21,7 +21,7 @@ import gc
 import re
 import sys
 import time
-import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,8 +29,8 @@ import torch
 from lowtide import Session
 from lowtide.app.bench import meters
 from lowtide.app.shared import arguments, specs, workload
-from lowtide.app.shared.rows import ENVIRONMENT, ResultFile, describe_environment, explain, now
-from lowtide.app.shared.script import run_script
+from lowtide.app.shared.rows import ENVIRONMENT, ResultFile, describe_environment, now
+from lowtide.app.shared.script import attempt, run_script
 from lowtide.app.shared.variants import Variant
 from lowtide.app.shared.workload import Task, Workload
 from lowtide.errors import BudgetError
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
             begin = time.perf_counter()
             with workload.applied(precision):
                 row = {**shared, "date": now(), "precision": precision, "budget": variant.options.get("memory")}
-                row |= attempt(options, load, variant, precision, device)
+                row |= attempt(try_budget(options, load, variant, precision, device), options)
             plain = plain or row
             relate(row, plain)
             row["elapsed_s"] = time.perf_counter() - begin
@@ -93,23 +93,19 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def attempt(
+def try_budget(
     options: argparse.Namespace, load: Workload, variant: Variant, precision: str, device: torch.device
-) -> dict[str, Any]:
-    """Results for a budget, or why there are none: one does not end the run."""
+) -> Iterator[dict[str, Any]]:
+    """That a budget cannot be met is a result, too."""
+    task = Task(load, precision, batch=options.batch, device=device, seed=options.seed,
+                channels_last=options.channels_last)  # fmt: skip
+    yield {"channels_last": task.channels_last}
     try:
-        task = Task(load, precision, batch=options.batch, device=device, seed=options.seed,
-                    channels_last=options.channels_last)  # fmt: skip
-        row = {"channels_last": task.channels_last}
         with variant.attached(task, seed=options.seed) as session:
-            return {"ok": True, "error": "", **row, **measure(task, session, options.steps)}
+            yield measure(task, session, options.steps)
     except BudgetError as error:
         found = _SMALLEST.search(str(error))
-        return {"ok": False, "error": f"BudgetError: {error}", "smallest": int(found[1]) if found else None}
-    except Exception as error:
-        if options.traceback:
-            traceback.print_exc()
-        return {"ok": False, "error": explain(error)}
+        yield {"ok": False, "error": f"BudgetError: {error}", "smallest": int(found[1]) if found else None}
 
 
 def measure(task: Task, session: Session | None, steps: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,11 +22,11 @@ import torch
 from lowtide import find_batch_size, sizes
 from lowtide.app.bench import timing
 from lowtide.app.shared import arguments, specs, workload
-from lowtide.app.shared.rows import ENVIRONMENT, ResultFile, describe_environment, explain, now
-from lowtide.app.shared.script import run_script
+from lowtide.app.shared.rows import ENVIRONMENT, ResultFile, describe_environment, now
+from lowtide.app.shared.script import attempt, run_script
 from lowtide.app.shared.variants import Variant
 from lowtide.app.shared.workload import Task, Workload
-from lowtide.growth import BatchSize, Meter, is_out_of_memory
+from lowtide.growth import BatchSize, Meter
 from lowtide.reports.text import size, table
 
 COLUMNS = (
@@ -67,7 +68,8 @@ def run(options: argparse.Namespace, meter: Meter | None = None) -> list[dict[st
     with workload.applied(precision):
         for number, variant in enumerate(variants, 1):
             arguments.say(f"[{number}/{len(variants)}] {load.name}, {precision}, {variant.text}: ", end="")
-            row = {**shared, "date": now(), "method": variant.text, **_attempt(options, load, variant, device, meter)}
+            row = {**shared, "date": now(), "method": variant.text}
+            row |= attempt(_measure(options, load, variant, device, meter), options)
             plain = next((other for other in rows if other["method"] == "plain" and other["ok"]), row)
             _relate(row, plain)
             out.append(row)
@@ -86,25 +88,13 @@ def _describe(options: argparse.Namespace, load: Workload, precision: str) -> di
     return row | {name: getattr(options, name) for name in names}
 
 
-def _attempt(
-    options: argparse.Namespace, load: Workload, variant: Variant, device: torch.device, meter: Meter | None
-) -> dict[str, Any]:
-    """A method that fails has a row that says so, and the others go on."""
-    try:
-        return {"ok": True, "error": "", **_measure(options, load, variant, device, meter)}
-    except Exception as error:
-        if options.traceback and not is_out_of_memory(error):
-            raise
-        return {"ok": False, "error": explain(error)}
-
-
 def _measure(
     options: argparse.Namespace, load: Workload, variant: Variant, device: torch.device, meter: Meter | None
-) -> dict[str, Any]:
+) -> Iterator[dict[str, Any]]:
     task = Task(load, options.precision, batch=options.start, device=device, seed=options.seed,
                 channels_last=options.channels_last)  # fmt: skip
     variant.prepare(task)
-    row: dict[str, Any] = {"channels_last": task.channels_last, "optimizer": type(task.optimizer).__name__}
+    yield {"channels_last": task.channels_last, "optimizer": type(task.optimizer).__name__}
     with variant.attached(task, seed=options.seed) as session:
         granularity = specs.parse_value(options.granularity)
         result = find_batch_size(
@@ -112,14 +102,13 @@ def _measure(
             start=options.start, maximum=options.maximum, granularity=granularity, budget=options.cap,
             reserve=options.reserve, steps=options.steps, device=device, meter=meter,
         )  # fmt: skip
-        row |= _found(result)
+        yield _found(result)
         if result.batch:
             for _ in range(options.warm):
                 _step(task, result.batch)
             times = timing.interleave({"step": task.step}, device, repeats=options.repeats)["step"]
-            row |= times.cells("step_ms") | {"units_per_s": 1e3 * task.items / times.median}
-            row["loss"] = float(task.step())
-    return row
+            yield times.cells("step_ms") | {"units_per_s": 1e3 * task.items / times.median}
+            yield {"loss": float(task.step())}
 
 
 def _step(task: Task, batch: int) -> None:
@@ -139,6 +128,8 @@ def _found(result: BatchSize) -> dict[str, Any]:
 
 
 def _relate(row: dict[str, Any], plain: dict[str, Any]) -> None:
+    if not row["ok"]:
+        return
     for column, name in (("batch_x_plain", "batch"), ("speed_x_plain", "units_per_s")):
         if row.get(name) and plain.get(name) and plain["method"] == "plain":
             row[column] = row[name] / plain[name]
@@ -146,7 +137,8 @@ def _relate(row: dict[str, Any], plain: dict[str, Any]) -> None:
 
 def _progress(row: dict[str, Any]) -> str:
     if not row["ok"]:
-        return f"FAILED, {row['error']}"
+        found = f" with the batch found, {row['batch']}" if "batch" in row else ""
+        return f"FAILED{found}, {row['error']}"
     speed = f", {row['units_per_s']:.4g} {row['unit']} a second" if "units_per_s" in row else ""
     return f"batch {row['batch']}{speed} ({row['why']})"
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import csv
 import statistics
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.app import zoo
+from lowtide.app.shared.script import run_script
 from lowtide.bounds import BoundRule
 from lowtide.codecs import create
 from lowtide.records import Kind, Need, TensorSpec
@@ -193,23 +195,30 @@ def measure(batch: int, size: int, amp: bool, seeds: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--out", type=Path, help="write the rows as CSV")
-    options = parser.parse_args()
+    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
+
+
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row for each precision."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     rows = [measure(options.batch, options.size, amp, options.seeds) for amp in (False, True)]
-    heads = ("", *(row["precision"] for row in rows))
-    names = [name for name in rows[0] if name not in ("precision", "model", "torch", "device")]
-    print("\n".join(table(heads, [(name, *(_cell(name, row[name]) for row in rows)) for name in names])))
     if options.out:
         with options.out.open("w", newline="") as file:
             writer = csv.DictWriter(file, fieldnames=list(rows[0]))
             writer.writeheader()
             writer.writerows(rows)
+    return rows
+
+
+def show(rows: list[dict[str, Any]]) -> list[str]:
+    heads = ("", *(row["precision"] for row in rows))
+    names = [name for name in rows[0] if name not in ("precision", "model", "torch", "device")]
+    return table(heads, [(name, *(_cell(name, row[name]) for row in rows)) for name in names])
 
 
 def _cell(name: str, value: Any) -> str:
@@ -219,4 +228,4 @@ def _cell(name: str, value: Any) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(__doc__, configure, run, show))

@@ -22,7 +22,7 @@ import gc
 import math
 import sys
 import time
-import traceback
+from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,8 @@ from torch import Tensor
 
 from lowtide.app.bench import meters, timing
 from lowtide.app.shared import arguments, specs, workload
-from lowtide.app.shared.rows import ENVIRONMENT, ResultFile, describe_environment, explain, now
-from lowtide.app.shared.script import run_script
+from lowtide.app.shared.rows import ENVIRONMENT, ResultFile, describe_environment, now
+from lowtide.app.shared.script import attempt, run_script
 from lowtide.app.shared.variants import Variant
 from lowtide.app.shared.workload import Task, Workload
 from lowtide.errors import LowtideError
@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
             arguments.say(f"{load.name}, batch {options.batch}, {precision}, {variant.text}: ", end="")
             with workload.applied(precision):
                 row = {**environment, "date": now(), **describe(load, variant, precision, options)}
-                row |= attempt(load, variant, precision, device, options)
+                row |= attempt(try_method(load, variant, precision, device, options), options)
             plain = plain or row
             relate(row, plain)
             out.append(row)
@@ -115,41 +115,38 @@ def describe(load: Workload, variant: Variant, precision: str, options: argparse
     return row | {name: getattr(options, name) for name in ("batch", "seed", "warm", "repeats", "batches")}
 
 
-def attempt(
+def try_method(
     load: Workload, variant: Variant, precision: str, device: torch.device, options: argparse.Namespace
-) -> dict[str, Any]:
-    """Results of a method, or its failure: one method does not end the run."""
+) -> Iterator[dict[str, Any]]:
+    """Being left out is a result, too."""
     try:
-        return {"ok": True, "error": "", **measure(load, variant, precision, device, options)}
+        yield from measure(load, variant, precision, device, options)
     except Impatience as error:
-        return {"ok": False, "error": f"skipped: {error}"}
-    except Exception as error:
-        if options.traceback:
-            traceback.print_exc()
-        return {"ok": False, "error": explain(error)}
+        yield {"ok": False, "error": f"skipped: {error}"}
 
 
 def measure(
     load: Workload, variant: Variant, precision: str, device: torch.device, options: argparse.Namespace
-) -> dict[str, Any]:
+) -> Iterator[dict[str, Any]]:
     task = Task(load, precision, batch=options.batch, device=device, seed=options.seed,
                 channels_last=options.channels_last)  # fmt: skip
     variant.prepare(task)
-    row: dict[str, Any] = {"input": "x".join(map(str, task.inputs.shape)), "channels_last": task.channels_last}
-    row["optimizer"] = type(task.optimizer).__name__
+    yield {"input": "x".join(map(str, task.inputs.shape)), "channels_last": task.channels_last}
+    yield {"optimizer": type(task.optimizer).__name__}
     with variant.attached(task, seed=options.seed, check=True):  # the gate: promises are kept
         first_step(task, options.patience)
     with variant.attached(task, seed=options.seed) as session:
         for _ in range(options.warm):
             task.step()
-        row |= timing.interleave({"step": task.step}, device, repeats=options.repeats)["step"].cells("step_ms")
-        row |= meters.measure_memory(task, session)
-        row["loss"] = float(task.step())
-        if not math.isfinite(row["loss"]):
-            raise LowtideError(f"the loss is {row['loss']} after {options.warm + options.repeats + 2} steps")
+        yield timing.interleave({"step": task.step}, device, repeats=options.repeats)["step"].cells("step_ms")
+        yield meters.measure_memory(task, session)
+        loss = float(task.step())
+        yield {"loss": loss}
+        if not math.isfinite(loss):
+            raise LowtideError(f"the loss is {loss} after {options.warm + options.repeats + 2} steps")
         batches = [task.draw() for _ in range(options.batches)]
         lossy = [gradient(task, batch, number) for number, batch in enumerate(batches)]
-    return row | compare(task, batches, lossy)
+    yield compare(task, batches, lossy)
 
 
 def first_step(task: Task, patience: float) -> None:

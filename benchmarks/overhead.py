@@ -24,7 +24,6 @@ import itertools
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,8 +34,8 @@ from lowtide import Session
 from lowtide.app.bench import timing
 from lowtide.app.bench.timing import Times
 from lowtide.app.shared import arguments, specs, workload
-from lowtide.app.shared.rows import ENVIRONMENT, ResultFile, describe_environment, explain, now
-from lowtide.app.shared.script import run_script
+from lowtide.app.shared.rows import ENVIRONMENT, ResultFile, describe_environment, now
+from lowtide.app.shared.script import attempt, run_script
 from lowtide.app.shared.variants import Variant
 from lowtide.app.shared.workload import Task, Workload
 from lowtide.methods.budget import Budget
@@ -111,7 +110,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         begin = time.perf_counter()
         with workload.applied(precision):
             row = {**shared, "date": now(), "precision": precision, "method": variant.text, "period": PERIOD}
-            row |= attempt(options, load, variant, precision, device)
+            row |= attempt(measure(options, load, variant, precision, device), options)
         row["elapsed_s"] = time.perf_counter() - begin
         out.append(row)
         rows.append(row)
@@ -129,32 +128,21 @@ def _with_period(text: str, window: int) -> Variant:
     return Variant(variant.text, variant.method, {**variant.options, "period": window})
 
 
-def attempt(
-    options: argparse.Namespace, load: Workload, variant: Variant, precision: str, device: torch.device
-) -> dict[str, Any]:
-    try:
-        return {"ok": True, "error": "", **measure(options, load, variant, precision, device)}
-    except Exception as error:
-        if options.traceback:
-            traceback.print_exc()
-        return {"ok": False, "error": explain(error)}
-
-
 def measure(
     options: argparse.Namespace, load: Workload, variant: Variant, precision: str, device: torch.device
-) -> dict[str, Any]:
+) -> Iterator[dict[str, Any]]:
     task = Task(load, precision, batch=options.batch, device=device, seed=options.seed,
                 channels_last=options.channels_last)  # fmt: skip
     steps = Steps(task, options.batches)
     plain = timing.interleave({"step": steps.step}, device, repeats=8, warm=4)["step"]
+    yield {"channels_last": task.channels_last, "plain_ms": plain.median}
     with variant.attached(task, seed=options.seed) as session:
         assert session is not None
         actions = dict.fromkeys(map(str, range(options.window - 1)), steps.step)
         actions["last"] = lambda: steps.last(session)
         times = timing.interleave(actions, device, repeats=options.windows, warm=options.warm)
-        events = session.report().events
-    row = {"channels_last": task.channels_last, "plain_ms": plain.median, "events": "; ".join(events)}
-    return row | summarise(list(times.values())) | {"sites": len(steps.bounds[-1]), "moved": steps.moved()}
+        yield {"events": "; ".join(session.report().events)}
+    yield summarise(list(times.values())) | {"sites": len(steps.bounds[-1]), "moved": steps.moved()}
 
 
 def summarise(places: list[Times]) -> dict[str, Any]:

@@ -16,17 +16,15 @@ import argparse
 import gc
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
-
-import torch
 
 from lowtide import sizes
 from lowtide.app.bench import meters, timing
 from lowtide.app.shared import arguments, specs, workload
-from lowtide.app.shared.rows import ENVIRONMENT, ResultFile, describe_environment, explain, now
-from lowtide.app.shared.script import run_script
+from lowtide.app.shared.rows import ENVIRONMENT, ResultFile, describe_environment, now
+from lowtide.app.shared.script import attempt, run_script
 from lowtide.app.shared.workload import Task
-from lowtide.errors import LowtideError
 from lowtide.planner import Plan, Planner
 from lowtide.registry import METHODS
 from lowtide.reports.text import size, table
@@ -79,7 +77,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         arguments.say(f"{load.name}, batch {options.batch}, {options.precision}: measured in {survey_s:.1f} s")
         for budget in budgets:
             row = {**shared, "date": now(), "budget": budget, "plain_ms": planner.plain_ms, "survey_s": survey_s}
-            row |= attempt(planner, task, budget, options)
+            row |= attempt(try_budget(planner, task, budget, options), options)
             out.append(row)
             rows.append(row)
             gc.collect()
@@ -87,30 +85,25 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def attempt(planner: Planner, task: Task, budget: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Results for a budget, or why there are none: one budget does not end the run."""
-    try:
-        began = time.perf_counter()
-        plan = planner.plan(budget)
-        plan_s = time.perf_counter() - began
-        print(f"{plan}\n", flush=True)
-        return {"ok": True, "error": "", "plan_s": plan_s, **measure(plan, task, options)}
-    except (LowtideError, torch.OutOfMemoryError) as error:
-        if options.traceback:
-            raise
-        return {"ok": False, "error": explain(error)}
+def try_budget(planner: Planner, task: Task, budget: int, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """What is planned, then what comes of it."""
+    began = time.perf_counter()
+    plan = planner.plan(budget)
+    yield {"plan_s": time.perf_counter() - began}
+    print(f"{plan}\n", flush=True)
+    yield {"foreseen": plan.foreseen, "planned": plan.held, "planned_ms": plan.step_ms}
+    yield {"choices": "; ".join(f"{block}={choice}" for block, choice in plan.choices.items())}
+    yield from measure(plan, task, options)
 
 
-def measure(plan: Plan, task: Task, options: argparse.Namespace) -> dict[str, Any]:
+def measure(plan: Plan, task: Task, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Train with the plan; the model and its optimizer go on from where the last budget left them."""
-    row: dict[str, Any] = {"foreseen": plan.foreseen, "planned": plan.held, "planned_ms": plan.step_ms}
-    row["choices"] = "; ".join(f"{block}={choice}" for block, choice in plan.choices.items())
     session = attach(task.model, optimizer=task.optimizer, seed=options.seed, **plan.options)
     try:
         for _ in range(options.warm):
             task.step()
         times = timing.interleave({"step": task.step}, task.device, repeats=options.repeats)["step"]
-        row |= times.cells("step_ms")
+        yield times.cells("step_ms") | {"step_x_plain": times.median / plan.plain_ms}
         hosts = {id(rule.store): rule.store for rule in plan.options.get("rules", ()) if isinstance(rule.store, Host)}
         staged: list[int] = []
         hook = task.model.register_forward_hook(lambda *_: staged.append(sum(store.staged for store in hosts.values())))
@@ -118,13 +111,9 @@ def measure(plan: Plan, task: Task, options: argparse.Namespace) -> dict[str, An
         hook.remove()
     finally:
         session.detach()
-    row |= {name: memory.get(name) for name in ("held", "peak", "ledger_held", "ledger_raw")}
+    yield {name: memory.get(name) for name in ("held", "peak", "ledger_held", "ledger_raw")}
     held = memory["held"] if "held" in memory else memory["ledger_held"] + staged[0]
-    return row | {
-        "staged": staged[0],
-        "deviation": held / plan.budget - 1,
-        "step_x_plain": times.median / plan.plain_ms,
-    }
+    yield {"staged": staged[0], "deviation": held / plan.budget - 1}
 
 
 def show(rows: list[dict[str, Any]]) -> list[str]:

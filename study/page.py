@@ -39,12 +39,13 @@ _CLAIM = f"""Claimed of `budget` as it comes, on each CIFAR-10 net: accuracy wit
 or an interval that holds zero and is no wider than {NARROW:g}; inputs of convolutions at least {CONVOLUTIONS:g}x
 smaller in float32 terms on average over training, all that is saved at least {ALL:g}x."""
 _POSTER = """The columns of COMET's table: accuracy of plain and of compressed training, and the inputs of all
-convolutions of a batch, in float32 and as held, ours averaged over training. Nets and data differ, so the lines stand
-beside each other and not against each other."""
+convolutions of a batch, in float32 and as held, ours averaged over training. Nets, data and ways of testing differ
+(ours shows mirror images too), so the lines stand beside each other and not against each other."""
 _METHOD = """## How it was measured
 
 - Runs of one seed begin with the same weights and see the same batches, crops and dropout masks; the difference is that
-  of the method ([compare.md](compare.md) has the interval). Accuracies are those after the last epoch, not the best.
+  of the method ([compare.md](compare.md) has the interval). Accuracies are those after the last epoch, not the best;
+  those of pictures are of the mean output for a picture and its mirror image ([train.md](train.md#settings)).
 - *Convolutions*: bytes held for the inputs of convolutions, against four bytes a value. *All saved*: bytes held for
   everything that the model saves for backward, against what plain training in float32 saves, counted on fake tensors.
   Bytes are averaged over the epochs before they are divided; after the slash is the last epoch. *Own dtype*: the same

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections import deque
@@ -17,22 +18,23 @@ from lowtide.sites import Memo
 from lowtide.stores import Held, Store
 from lowtide.witness import Witness
 
-# Bytes of tensors kept while their encoders have not reported: so many, and where memory is not scarce this share of
-# what plain training holds.
-MOST_PENDING, PENDING_SHARE = 1 << 28, 3 / 64
+MOST_PENDING = 1 << 28  # bytes of tensors kept while their encoders have not reported, at least; see Waiting
+_WATCHED = 1 << 25  # bytes of a tensor at whose decoding memory is looked at
 
 
 class Payload:
     """One encoded tensor in a store's keeping, with its lease in the ledger; shared by every save of that tensor."""
 
-    __slots__ = ("__weakref__", "_held", "_lease", "_ledger", "_witness", "codec", "keeps_zeros", "pending")
+    __slots__ = ("__weakref__", "_held", "_lease", "_ledger", "_waiting", "_witness", "codec", "keeps_zeros", "pending")
 
-    def __init__(self, codec: Codec, held: Held, ledger: Ledger, witness: Witness | None) -> None:
+    def __init__(
+        self, codec: Codec, held: Held, ledger: Ledger, witness: Witness | None, waiting: Waiting | None = None
+    ) -> None:
         self.codec = codec
         self.keeps_zeros = getattr(codec, "keep_zeros", False)
         self.pending: Pending | None = None
         self._ledger = ledger
-        self._witness = witness
+        self._witness, self._waiting = witness, waiting
         self.hold(held)
 
     def hold(self, held: Held) -> None:
@@ -41,6 +43,8 @@ class Payload:
 
     def decode(self, site: str) -> Tensor:
         tensor = self.codec.decode(self._fetch())
+        if self._waiting is not None and tensor.nbytes >= _WATCHED:
+            self._waiting.watch(tensor.device)
         if self._witness is not None:
             self._witness.examine(tensor, site)
         return tensor
@@ -94,6 +98,7 @@ class Pending:
         self._raw = self._encoded = None
         if self._memo is not None:
             self._memo.rate = status / max(raw.numel(), 1)
+            self._memo.rated = getattr(self._plan, "model", None)
         payload = self._payload()
         if payload is None:
             return
@@ -104,37 +109,53 @@ class Pending:
 
 
 class Waiting:
-    """The payloads that have not reported, oldest first. Their tensors are let go in that order [15]."""
+    """The payloads that have not reported, oldest first. Their tensors are let go in that order [15].
+
+    The more of them are kept, the further the host may run ahead of the device. Some always are; beyond that, as many
+    as leave forward's peak below backward's, by what was in use when the last step's tensors were decoded. Where half
+    of what the process may use is in use, memory matters more than time, and none are.
+    """
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._lock = threading.Lock()  # forward adds to it, backward, in a thread of its own, takes from it
         self._queue: deque[Pending] = deque()
         self._nbytes = 0
-        self._most = 0.0  # bytes that may be kept without looking for room again
-        self._saves = 0
+        self._most, self._least = 0, 1  # bytes that may be kept, and payloads that are kept in any case
+        self._added = 0  # bytes since room was looked for
+        self._high = self._rising = 0  # most bytes in use in backward: of the last step, and of this one so far
 
     def add(self, pending: Pending) -> None:
         """Keep the tensor until its encoder has reported; wait for the oldest if too much is kept."""
         with self._lock:
             self._queue.append(pending)
             self._nbytes += pending.nbytes
+            self._added += pending.nbytes
             self._take_known()
-            most: float = MOST_PENDING
+            most = MOST_PENDING
             if self._nbytes > most:
-                most = max(most, self._extend(pending.device))
-            while len(self._queue) > 1 and self._nbytes > most:
+                most = max(most, self._extend(pending))
+            while self._nbytes > most and len(self._queue) > self._least:
                 self._take_oldest()
 
-    def _extend(self, device: torch.device) -> float:
-        """Bytes that may be kept where there is memory to spare; looked up at every fourth save or so."""
-        self._saves += 1
-        if self._nbytes > self._most or self._saves % 4 == 0:
-            room = spare(device)
-            self._ledger.is_scarce = room is None
-            usual = self._ledger.raw_usual * PENDING_SHARE
-            self._most = 0.0 if room is None else max(usual, self._nbytes + room // 2 if room else 0)
+    def _extend(self, pending: Pending) -> int:
+        """Bytes that may be kept where there is memory to spare, looked up again when enough has been added."""
+        if self._nbytes > self._most or self._added > MOST_PENDING:
+            used, limit = in_use(pending.device)
+            self._ledger.is_scarce = used > limit / 2
+            coming = 2 * pending.nbytes  # two more like this one, before anything goes
+            room = max(self._high, self._rising) - used - coming
+            self._most = 0 if self._ledger.is_scarce else max(self._nbytes + room, 0)
+            self._least = 0 if self._ledger.is_scarce and pending.nbytes > limit / 64 else 1
+            self._added = 0
         return self._most
+
+    def watch(self, device: torch.device) -> None:
+        """A tensor has been decoded: take note of what is in use."""
+        self._rising = max(self._rising, in_use(device)[0])
+
+    def end_step(self) -> None:
+        self._high, self._rising = self._rising, 0
 
     def let_go(self) -> None:
         """Let go of the tensors whose encoders have reported; does not wait."""
@@ -152,20 +173,15 @@ class Waiting:
         oldest.settle()
 
 
-def spare(device: torch.device) -> int | None:
-    """Bytes by which the memory in use on a GPU is below its highest so far: kept there, tensors raise no peak.
-
-    None where half of what this process may use is in use: memory then matters more than time.
-    """
+def in_use(device: torch.device) -> tuple[int, float]:
+    """Bytes that torch has allocated on a GPU, and those that this process may; 0 of any number where nobody counts."""
     if device.type != "cuda":
-        return 0
+        return 0, math.inf
     try:
-        in_use = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
+        used = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["current"]
     except (RuntimeError, KeyError):  # an allocator of the user's own does not count
-        return 0
-    if in_use["current"] > _limit(device) / 2:
-        return None
-    return max(int(in_use["peak"] * 0.95) - int(in_use["current"]), 0)
+        return 0, math.inf
+    return used, _limit(device)
 
 
 def _limit(device: torch.device) -> float:

@@ -100,6 +100,7 @@ class Pipeline:
         self.step += 1
         self._stream = None
         self._uses.clear()
+        self._waiting.end_step()
         if moved:
             self._forget()
 
@@ -261,11 +262,12 @@ class Pipeline:
         store = recipe.decision.store or self.store
         held = store.put(encoded)
         self.coded += 1
-        payload = Payload(codec, held, self.ledger, witness)
+        payload = Payload(codec, held, self.ledger, witness, self._waiting)
         if ticket is not None:
             self._waiting.add(Pending(payload, encoded, x, memo, ticket, store, self._waiting))
         elif memo is not None and "words" in encoded.tensors:
             memo.rate = encoded.tensors["words"].numel() / max(x.numel(), 1)
+            memo.rated = getattr(memo.plan, "model", None)
         return payload, held.nbytes
 
     def let_go(self) -> None:

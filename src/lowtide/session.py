@@ -214,7 +214,7 @@ def attach(model: nn.Module, method: str = DEFAULT_METHOD, **options: Any) -> Se
         min_size: tensors of fewer bytes are passed through.
         recast: make autocast's copies of parameters again in backward instead of keeping them.
         refresh: bounds given as multiples of a statistic, and the tables of coders, are measured again every so many
-            saves of a place in the model (and at its saves 1, 4 and 16); 1 measures at every save.
+            saves of a place in the model (and at its saves 1, 2, 4, 8, 16 and 32); 1 measures at every save.
         seed: of the dither; the global RNG is never touched.
         options: of the method (``noise=0.01`` or ``memory="8GiB"`` of method ``budget``); one that it does not have is
             refused, and the methods that have it are named.

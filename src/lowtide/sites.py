@@ -1,14 +1,15 @@
 """What earlier steps have taught about each site: its bound, how its values are coded, how much room they need.
 
 A bound that is a multiple of a statistic, and the model of an entropy coder, change slowly in training. They are
-measured at the first save of a site, again at its saves number 1, 4 and 16, then at every ``refresh``-th, the sites
-taking turns (docs/dataflow.md, rule 14); a model, from then on, only if payloads have grown or shrunk. Between, a save
-costs one pass over the tensor and no statistics. Bounds per row, or per channel of a sample, belong to the rows at hand
-and are measured at every save.
+measured at the first save of a site, again at its saves number 1, 2, 4, 8, 16 and 32, then at every ``refresh``-th, the
+sites taking turns (docs/dataflow.md, rule 14); a model, from then on, only if payloads have grown or shrunk, and at
+once if they are far larger than it was made for. Between, a save costs one pass over the tensor and no statistics.
+Bounds per row, or per channel of a sample, belong to the rows at hand and are measured at every save.
 
 Nothing here waits for a GPU, except at the first save of a site: the codes of a sample travel to the host while the
 step goes on, a thread fits a model to them, and the site's saves use it when it is there. Where a bound has moved by
-more than a fifth, the coder does without a model in the meantime. That changes sizes, never values.
+more than a fifth, or a model has turned out useless, the coder does without one in the meantime. That changes sizes,
+never values.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ from lowtide.codecs import Codec
 from lowtide.errors import StateError
 from lowtide.records import Bound, Need, Site
 
-_EARLY = 17  # saves, after which a model that still does as well as it did is kept
+_FIRST = (1, 2, 4, 8, 16, 32)  # saves at which a bound is measured, beside every so many
+_EARLY = 33  # saves, after which a model that still does as well as it did is kept
 _SETTLED = 8  # saves after a model was made, when payloads have the size that it gives
 _DRIFT = 0.02
+_STALE, _USELESS = (1.12, 0.06), (1.8, 0.5)  # times the bits that a model was made for, and bits beyond
 _LEAP = 0.26  # bits between two bounds beyond which the model of one does not serve the other
 _AT_REST = 3  # saves under the same bound
 _FEW_PIECES = 48  # of a tensor, for a model that is waited for
@@ -81,6 +84,7 @@ class Memo:
     survey: Survey | None = None
     zero_code: bool | None = None
     rate: float = 0.0  # words a value of the last payload
+    rated: Any = None  # the model that it was coded with
     usual: float = 0.0  # the same, some saves after the model was made
     fitted: int = 0  # the save at which that was
     moved: bool = False  # the source of the bound is another than at the last save
@@ -91,6 +95,11 @@ class Memo:
     def has_drifted(self) -> bool:
         """Whether payloads have become larger or smaller since the model was made: another may serve better."""
         return self.saves <= _EARLY or not self.usual or abs(self.rate - self.usual) > _DRIFT * self.usual
+
+    def exceeds(self, limit: tuple[float, float]) -> bool:
+        """Whether the last payload was larger than its model, which is still in use, was made for."""
+        model = self.plan.model
+        return model is not None and self.rated is model and 32 * self.rate > limit[0] * model.bits + limit[1]
 
 
 class Sites:
@@ -144,6 +153,8 @@ class Sites:
             memo.plan = memo.plan.on(grid)
         if memo.leap:
             self._leap(memo, codec, x)
+        elif memo.exceeds(_USELESS):
+            memo.plan, memo.leapt, memo.survey = dataclasses.replace(memo.plan, model=None), memo.saves, None
         if memo.survey is not None:
             fitted = memo.survey.model(codec, memo, x.numel())
             if fitted is not None:
@@ -170,7 +181,7 @@ class Sites:
     def _wants_model(self, memo: Memo, due: bool) -> bool:
         if memo.leapt:  # a bound that has just leapt may do so again
             return memo.saves - memo.leapt == _AT_REST or (due and not memo.moved)
-        return due and (memo.moved or memo.has_drifted)
+        return memo.exceeds(_STALE) or (due and (memo.moved or memo.has_drifted))
 
     def may_be_mask(self, site: Site) -> bool:
         return site.name not in self._not_two_valued
@@ -181,7 +192,7 @@ class Sites:
 
     def _is_due(self, site: Site, saves: int) -> bool:
         if saves < self.refresh:
-            return saves in (1, 4, 16)
+            return saves in _FIRST
         return (saves + site.digest) % self.refresh == 0
 
     def state_dict(self) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lowtide.app import cli
+from lowtide.app.shared import allocator
 
 
 @pytest.fixture(autouse=True)
@@ -19,6 +20,13 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _allocator_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands leave a choice of the user alone, even an empty one: here the process is not theirs."""
+    if allocator.find_setting() is None:
+        monkeypatch.setenv(allocator.VARIABLE, "")
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from train import Problem, assert_bit_equal, assert_exact, plainly, train
 
 from lowtide.app import zoo
 
-BATCH = 3
+BATCH = 4  # of 3, oneDNN (torch 2.13, AVX-512) crashes in the backward of a strided 1x1 convolution, channels_last
 IMAGES = [name for name in zoo.names() if zoo.describe(name).kind in ("image", "segmentation")]
 DROPOUT = [name for name in zoo.names() if "dropout" in zoo.describe(name).options]
 # What the exact method finds to compress at the tiny sizes: nothing in a transformer without dropout.

@@ -7,8 +7,10 @@ import csv
 import importlib.util
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 from live_memory import LiveMeter
 
 MIB = 1 << 20
@@ -57,3 +59,37 @@ def test_a_cap_that_nothing_fits_is_a_row_and_so_is_a_failure(growth: ModuleType
     (row,) = growth.run(options(growth, *settings, "--maximum", "1"), LiveMeter(64 * MIB))
     assert not row["ok"] and row["error"].startswith("SizeError: start is at least 1 and at most maximum")
     assert "SizeError" in growth.show([row])[-1]
+
+
+@pytest.mark.parametrize("part", ["warm", "repeats"])
+def test_what_the_search_found_outlives_the_steps_after_it(
+    growth: ModuleType, monkeypatch: pytest.MonkeyPatch, part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Memory runs out in a warm-up step, or in a timed one, of the first method; the second is not affected."""
+    search, searched = growth.find_batch_size, []
+
+    def find(*args: Any, **settings: Any) -> Any:
+        searched.append(search(*args, **settings))
+        return searched[-1]
+
+    def run_out(*args: Any, **settings: Any) -> Any:
+        if len(searched) == 1 and not failures:
+            failures.append(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.91 GiB."))
+            raise failures[0]
+        return original(*args, **settings)
+
+    owner, name = (growth, "_step") if part == "warm" else (growth.timing, "interleave")
+    original, failures = getattr(owner, name), list[Exception]()
+    monkeypatch.setattr(growth, "find_batch_size", find)
+    monkeypatch.setattr(owner, name, run_out)
+    out = tmp_path / "growth.csv"
+    settings = ("--methods", "plain,checkpoint", "--start", "4", "--maximum", "4", "--out", str(out))
+    failed, fine = growth.run(options(growth, *settings, "--traceback"), LiveMeter(64 * MIB))
+    assert not failed["ok"] and failed["error"].startswith("OutOfMemoryError: CUDA out of memory")
+    assert failed["batch"] == 4 and failed["peak"] > 0 and "4 fits" in failed["tried"] and failed["why"]
+    assert "units_per_s" not in failed and "batch_x_plain" not in failed, "a batch that failed is no gain"
+    assert fine["ok"] and fine["units_per_s"] > 0 and "batch_x_plain" not in fine
+    assert "plain: FAILED with the batch found, 4, OutOfMemoryError" in capsys.readouterr().err
+    with out.open(newline="") as file:
+        assert [row["batch"] for row in csv.DictReader(file)] == ["4", "4"]
+    assert "OutOfMemoryError" in growth.show([failed])[-1] and " 4 " in growth.show([failed])[-1]

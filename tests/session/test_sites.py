@@ -54,8 +54,8 @@ def measured(sites: Sites, saves: int, need: Need, monkeypatch: pytest.MonkeyPat
 
 def test_a_site_is_measured_early_and_then_in_turn(monkeypatch):
     found = measured(Sites(refresh=20), 80, CHANNEL, monkeypatch)
-    assert found[:4] == [0, 1, 4, 16]
-    late = found[4:]
+    assert found[:6] == [0, 1, 2, 4, 8, 16]
+    late = found[6:]
     assert len(late) == 3 and all(b - a == 20 for a, b in itertools.pairwise(late))
 
 
@@ -88,7 +88,7 @@ def test_a_coder_without_tables_is_surveyed_once(coder, surveys, monkeypatch):
     survey = Sz.survey
     monkeypatch.setattr(Sz, "survey", lambda codec, x, grid: taken.append(x) or survey(codec, x, grid))
     sites, rule = Sites(refresh=64), BoundRule.parse("1.0 std")
-    for _ in range(6):  # the first save, and those number 1 and 4
+    for _ in range(6):  # the first save, and those number 1 and 4; number 2 has the model of the one before
         memo = recall(sites, torch.randn(8, 6, 500), rule, CHANNEL, Sz(coder=coder))
         while memo.survey is not None and memo.survey.model(Sz(coder=coder), memo, 24000) is None:
             pass
@@ -324,32 +324,69 @@ def test_only_so_much_is_kept_for_reports(late: Late, monkeypatch: pytest.Monkey
     session.detach()
 
 
-@pytest.mark.parametrize("room", [None, 0, 4, 1000])
-def test_more_is_kept_while_that_raises_no_peak(late: Late, monkeypatch, room: int | None):
-    """And less where memory is scarce (None)."""
+@pytest.mark.parametrize(("high", "limit", "kept"), [(0, 1000, 3), (8, 1000, 6), (1000, 1000, 12), (1000, 8, 3)])
+def test_more_is_kept_while_that_raises_no_peak(late: Late, monkeypatch, high: int, limit: int, kept: int):
+    """By the memory in use (in tensors) when the last step's backward decoded: two more tensors must fit below it."""
     x = torch.randn(64, 64)
     model = nn.Sequential(*[layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.Tanh())])
     session = lowtide.attach(model)
+    monkeypatch.setattr(payloads, "_WATCHED", 1)
+    monkeypatch.setattr(payloads, "in_use", lambda device: (high * x.nbytes, limit * x.nbytes))
     gradients(model, x)
     late.device.silent = True
     monkeypatch.setattr(payloads, "MOST_PENDING", 3 * x.nbytes)
     monkeypatch.setattr("lowtide.kernels._tickets.time.sleep", lambda seconds: late.device.report())
-    most = []
+    waiting, most = session._pipeline._waiting, []
+    monkeypatch.setattr(payloads, "in_use", lambda device: (waiting._nbytes, limit * x.nbytes))
     add = payloads.Waiting.add
 
     def note(self: payloads.Waiting, pending: payloads.Pending) -> None:
         add(self, pending)
         most.append(self._nbytes // x.nbytes)
+        if limit == 8:
+            monkeypatch.setattr(payloads, "in_use", lambda device: (5 * x.nbytes, limit * x.nbytes))
 
     monkeypatch.setattr(payloads.Waiting, "add", note)
-    monkeypatch.setattr(payloads, "PENDING_SHARE", 5 / 12)  # of the 12 tensors that it saves
-    monkeypatch.setattr(payloads, "spare", lambda device: room and max(room - most[-1], 0) * x.nbytes)
     gradients(model, x)
-    if room is None:
-        assert max(most) == 3 and session.ledger.is_scarce
-    else:
-        assert (max(most) in (4, 5)) if room < 5 else (5 < max(most) <= 24)
+    assert max(most) == kept and session.ledger.is_scarce == (limit == 8)
     session.detach()
+
+
+def growing(rates: list[float], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What happens to a model whose payloads take so many times the bits that it was made for, save by save."""
+    sites, rule, codec = Sites(refresh=64), BoundRule.parse("1.0 std"), Sz(coder="rans")
+    for _ in range(40):
+        memo = recall(sites, torch.randn(8, 6, 500), rule, CHANNEL, codec)
+        while memo.survey is not None and memo.survey.model(codec, memo, 24000) is None:
+            pass
+        memo.rate, memo.rated = memo.plan.model.bits / 32, memo.plan.model
+    seen = []
+    for rate in rates:
+        if memo.plan.model is not None:
+            memo.rate, memo.rated = rate * memo.plan.model.bits / 32, memo.plan.model
+        recall(sites, torch.randn(8, 6, 500), rule, CHANNEL, codec)
+        seen.append((memo.plan.model is not None, memo.survey is not None))
+        while memo.survey is not None and memo.survey.model(codec, memo, 24000) is None:
+            pass
+    return seen
+
+
+def test_payloads_that_outgrow_their_model_get_another(monkeypatch):
+    assert growing([1.05, 1.0], monkeypatch) == [(True, False), (True, False)]
+    assert growing([1.05, 1.3, 1.0], monkeypatch) == [(True, False), (True, True), (True, False)]
+
+
+def test_a_useless_model_is_dropped_at_once(monkeypatch):
+    seen = growing([3.0, 1.0, 1.0, 1.0, 1.0], monkeypatch)
+    assert seen == [(False, False), (False, False), (False, False), (False, True), (True, False)]
+
+
+def test_the_size_of_a_payload_says_nothing_about_a_model_that_came_after_it():
+    sites, rule, codec = Sites(refresh=64), BoundRule.parse("1.0 std"), Sz(coder="rans")
+    memo = recall(sites, torch.randn(8, 6, 500), rule, CHANNEL, codec)
+    memo.rate, memo.rated = 1.0, None
+    recall(sites, torch.randn(8, 6, 500), rule, CHANNEL, codec)
+    assert memo.plan.model is not None
 
 
 def test_a_graph_that_is_dropped_leaves_nothing_to_wait_for(late: Late):

@@ -34,6 +34,13 @@ def test_every_table_compares_the_default_with_plain_training(name):
     assert experiment.metric == ("loss" if name == "wikitext2_gpt" else "accuracy")
 
 
+@pytest.mark.parametrize("name", TABLES)
+def test_pictures_are_tested_with_their_mirror_images_as_the_page_says(name):
+    settings = Experiment.read(STUDY / f"{name}.toml").settings
+    has_pictures = settings["data"]["name"] in ("cifar10", "imagefolder")
+    assert settings.get("augment", {}).get("test_mirror", False) is has_pictures
+
+
 def test_resnet18_has_the_rivals_and_the_curve_of_the_noise():
     variants = Experiment.read(STUDY / "cifar10_resnet18.toml").variants
     assert all(variant.seeds >= 3 for variant in variants)

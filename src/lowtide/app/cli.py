@@ -19,6 +19,7 @@ from lowtide.app.bench import codec, step
 from lowtide.app.compare import command as compare
 from lowtide.app.plan import command as plan
 from lowtide.app.report import command as report
+from lowtide.app.shared import allocator
 from lowtide.app.shared.specs import UsageError
 from lowtide.app.train import command as train
 from lowtide.errors import BoundError, UnknownNameError
@@ -43,6 +44,7 @@ _EPILOG = """examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; ``--help``, ``--version`` and arguments that cannot be read leave by SystemExit."""
     options = _build_parser().parse_args(argv)
+    allocator.use_expandable_segments()
     try:
         status: int = options.run(options)
         return status

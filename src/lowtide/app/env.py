@@ -20,6 +20,7 @@ from lowtide import codecs, kernels
 from lowtide._version import __version__
 from lowtide.app import selftest
 from lowtide.app.selftest import Verdict
+from lowtide.app.shared import allocator
 from lowtide.kernels import _nvrtc
 from lowtide.registry import CODECS, METHODS
 from lowtide.reports.text import size, table
@@ -67,6 +68,7 @@ def describe() -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "nvrtc": _nvrtc.available(),
+        "allocator": allocator.describe_setting(),
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
         "devices": {str(device): _device(device) for device in find_devices()},
         "kernels": {str(device): _kernels(device) for device in find_devices()},
@@ -112,6 +114,7 @@ def _show(about: Mapping[str, Any]) -> list[str]:
         f"lowtide   {about['lowtide']}",
         f"python    {about['python']} on {about['platform']}",
         f"torch     {about['torch']}, CUDA {about['cuda'] or 'none'}, NVRTC {nvrtc}",
+        f"allocator {_show_allocator(about['allocator'])}",
         f"packages  {packages or 'none of the optional ones'}",
         f"methods   {', '.join(about['methods'])} (default: {about['default_method']})",
     ]
@@ -122,6 +125,12 @@ def _show(about: Mapping[str, Any]) -> list[str]:
     names = list(about["kernels"])
     rows = [(codec, *(about["kernels"][name][codec] for name in names)) for codec in about["kernels"][names[0]]]
     return [*lines, "", *table(("codec", *names), rows)]
+
+
+def _show_allocator(setting: str) -> str:
+    ours = f"{allocator.VARIABLE}={allocator.SETTING}"
+    note = " (our commands set it unless you have; your own programs do not)" if setting == ours else ""
+    return f"{setting or 'as torch has it'}{note}"
 
 
 def _show_verdicts(verdicts: Sequence[Verdict]) -> list[str]:

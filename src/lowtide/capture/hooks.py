@@ -24,7 +24,7 @@ from lowtide.records import ROOT, Kind, Need, TensorSpec
 Settle = Callable[[Entry, list[Handle]], None]
 Leave = Callable[[Handle, identity.Left, int], None]
 
-_READY_SHARE = 1 / 64  # of what plain training holds: bytes of tensors that may wait to be settled together
+_READY_SHARE = 1 / 128  # of what plain training holds: bytes of tensors that may wait to be settled together
 _UNREACHED = Need(Kind.EXACT, "its op was not found in the graph (checkpoint boundary, or a view changed in place)")
 
 

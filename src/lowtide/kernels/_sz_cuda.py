@@ -84,11 +84,28 @@ class SzCuda(SzTwin):
                 return encoded
             object.__setattr__(plan, "ready", ready)
         most = ready.encoding.most
+        if capacity is None:
+            capacity = most if ticket is not None else self._guess(plan, ready.encoding)
         if ticket is not None:
-            return self._launch(x, ready, seed, most if capacity is None else min(capacity, most), ticket)
+            return self._launch(x, ready, seed, min(capacity, most), ticket)
+        return self._wait(x, ready, seed, min(capacity, most))
+
+    def _guess(self, plan: Plan, job: Encoding) -> int:
+        """Words that will do for most tensors of a place of which nothing is known."""
+        return self.room(job.most / 4 if plan.model is None else 1.25 * plan.model.bits / 32 * job.numel)
+
+    def _wait(self, x: Tensor, ready: _Ready, seed: int, capacity: int) -> Encoded:
+        """A payload of exactly the size it needs, made a second time if there was not enough room for it."""
         told = _tickets.take()
-        encoded = self._launch(x, ready, seed, most, told.word)
-        return _trim(encoded, told.wait())
+        encoded = self._launch(x, ready, seed, capacity, told.word)
+        words = told.wait()
+        if words <= capacity:
+            return _trim(encoded, words)
+        del encoded  # its room, before there is more
+        again = _tickets.take()
+        encoded = self._launch(x, ready, seed, words, again.word)
+        assert again.wait() == words, "an encoder needs the same room for the same values"
+        return encoded
 
     def room(self, words: float) -> int:
         """Words to make room for where the last payload of the same place had ``words``."""
@@ -99,7 +116,7 @@ class SzCuda(SzTwin):
         if status <= _words(encoded):
             return encoded
         assert plan is not None, "a payload that did not fit is made again, by the plan that it was made by"
-        return self.encode(x, seed=encoded.meta["seed"], plan=plan)
+        return self.encode(x, seed=encoded.meta["seed"], plan=plan, capacity=status)
 
     def _launch(self, x: Tensor, ready: _Ready, seed: int, capacity: int, ticket: Tensor) -> Encoded:
         job, index = ready.encoding, ready.index

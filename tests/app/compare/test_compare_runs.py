@@ -26,19 +26,19 @@ def _rows(path: Path) -> list[dict[str, str]]:
 
 
 def test_methods_over_seeds(compare, calls, tmp_path, capsys):
-    assert compare("--methods", "plain,exact,fixed(linear=0.4 std)", "--seeds", "2") == 0
+    assert compare("--methods", "plain,exact,fixed(linear=4 std)", "--seeds", "2") == 0
     rows = _rows(tmp_path / "out" / "results.csv")
     assert [(row["method"], row["seed"]) for row in rows] == [
-        ("plain", "0"), ("exact", "0"), ("fixed(linear=0.4 std)", "0"),
-        ("plain", "1"), ("exact", "1"), ("fixed(linear=0.4 std)", "1"),
+        ("plain", "0"), ("exact", "0"), ("fixed(linear=4 std)", "0"),
+        ("plain", "1"), ("exact", "1"), ("fixed(linear=4 std)", "1"),
     ]  # fmt: skip
     shown = capsys.readouterr()
     assert re.search(r"^plain +2 +\d+\.\d\d +\d", shown.out, re.MULTILINE)
     assert "exact - plain: +0.00 points: equal with each of 2 seeds" in shown.out
-    assert re.search(r"fixed\(linear=0.4 std\) - plain: .* 95 % interval \[[-+]\d.*, 2 paired seeds", shown.out)
+    assert re.search(r"fixed\(linear=4 std\) - plain: .* 95 % interval \[[-+]\d.*, 2 paired seeds", shown.out)
     assert "[6/6]" in shown.err
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert [item["method"] for item in summary["methods"]] == ["plain", "exact", "fixed(linear=0.4 std)"]
+    assert [item["method"] for item in summary["methods"]] == ["plain", "exact", "fixed(linear=4 std)"]
     assert summary["methods"][1]["difference"] == summary["methods"][1]["low"] == 0.0
     assert float(rows[2]["ratio"]) > 3 and rows[0]["ratio"] == "1" and rows[0]["torch"] == torch.__version__
 

@@ -9,7 +9,9 @@ from torch import nn
 
 from lowtide import attach
 from lowtide.app import zoo
-from lowtide.app.train.advice import suggest_batch
+from lowtide.app.shared import allocator
+from lowtide.app.train.advice import advise, suggest_batch
+from lowtide.app.train.config import Config
 from lowtide.app.train.memory import Meter
 
 CPU = torch.device("cpu")
@@ -76,3 +78,15 @@ def test_the_batch_that_would_fit(monkeypatch, static, peak, batch, wanted):
 def test_without_figures_half_is_suggested():
     assert suggest_batch(64, Meter(nn.Linear(1, 1), None, CPU), CPU) == 32
     assert suggest_batch(1, Meter(nn.Linear(1, 1), None, CPU), CPU) == 1
+
+
+@pytest.mark.parametrize("is_off", [True, False])
+def test_gaps_are_named_where_the_user_has_chosen_them(monkeypatch, is_off):
+    meter = _measured(monkeypatch, static=1_000_000_000, peak=9_800_000_000)
+    monkeypatch.setattr(allocator, "is_off_by_choice", lambda: is_off)
+    monkeypatch.setenv(allocator.VARIABLE, "max_split_size_mb:64")
+    config = Config.read({"model": {"name": "resnet18"}, "data": {"name": "digits"}, "train": {"batch": 100}})
+    named = "PYTORCH_ALLOC_CONF=max_split_size_mb:64 leaves out expandable_segments:True"
+    for device, wanted in ((_Device(), is_off), (CPU, False)):
+        said = advise(config, "in step 3", meter=meter, session=None, device=device)
+        assert (named in said) == wanted and "; try --batch " in said

@@ -1,14 +1,17 @@
-"""The frame of a benchmark script: arguments, one line for an error of use, a table, an exit status."""
+"""The frame of a benchmark script: arguments, attempts, one line for an error of use, a table, an exit status."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lowtide.app.shared.allocator import use_expandable_segments
+from lowtide.app.shared.rows import explain
 from lowtide.errors import LowtideError
+from lowtide.growth import is_out_of_memory
 
 Rows = list[dict[str, Any]]
 
@@ -25,6 +28,7 @@ def run_script(
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     configure(parser)
     options = parser.parse_args()
+    use_expandable_segments()
     try:
         rows = run(options)
     except LowtideError as error:
@@ -35,3 +39,20 @@ def run_script(
     if show is not None:
         print("\n".join(show(rows)))
     return 0 if all(is_fine(row) for row in rows) else 1
+
+
+def attempt(findings: Iterable[Mapping[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
+    """One row of what is found, piece by piece, as columns.
+
+    What fails has a row that says so, with what was found before, and the others go on. With ``--traceback`` the error
+    is raised instead, unless memory ran out: that is a result.
+    """
+    row: dict[str, Any] = {"ok": True, "error": ""}
+    try:
+        for found in findings:
+            row |= found
+    except Exception as error:
+        if options.traceback and not is_out_of_memory(error):
+            raise
+        row |= {"ok": False, "error": explain(error)}
+    return row

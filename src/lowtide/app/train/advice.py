@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
+from lowtide.app.shared import allocator
 from lowtide.app.train.config import PLAIN, Config
 from lowtide.app.train.memory import Meter
 from lowtide.errors import LowtideError
@@ -53,6 +54,9 @@ def advise(config: Config, when: str, *, meter: Meter, session: Session | None, 
         parts.append(f"until then {size(held)} was held for backward instead of {size(raw)}")
     elif meter.raw:
         parts.append(f"plain training saves {size(meter.raw)} for backward")
+    if device.type == "cuda" and allocator.is_off_by_choice():
+        given = allocator.describe_setting()
+        parts.append(f"{given} leaves out {allocator.SETTING}, without which gaps between tensors may be lost")
     parts.append(f"try --batch {suggest_batch(batch, meter, device)}, or {_suggest_method(config.method.name)}")
     return "; ".join(parts)
 

@@ -148,6 +148,7 @@ class Augment(Section):
     resized_crop: float | None = _setting(
         None, float, "enlarge a part of at least this share of the area; 0: not", low=0, high=1
     )
+    test_mirror: bool = _setting(False, bool, "test with the mean output for a picture and its mirror image")
 
 
 @dataclass(frozen=True, slots=True)

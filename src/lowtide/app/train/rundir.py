@@ -26,6 +26,7 @@ from typing import Any, BinaryIO, Self
 import torch
 
 from lowtide._version import __version__
+from lowtide.app.shared import allocator
 from lowtide.app.shared.rows import describe_environment
 from lowtide.app.shared.specs import UsageError
 from lowtide.app.train import toml
@@ -183,6 +184,7 @@ def _describe(device: torch.device) -> dict[str, Any]:
         "platform": platform.platform(),
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
+        "allocator": allocator.describe_setting(),
         **about,
     }
 

@@ -89,10 +89,7 @@ class Trainer:
         count = 0
         with torch.no_grad():
             for inputs, targets in self.batches.testing():
-                given = inputs if self.pictures is None else self.pictures.testing(inputs)
-                with self._autocast():
-                    output = self.model(given)
-                logits = as_logits(output).float()
+                logits = self._predict(inputs)
                 right += (logits.argmax(-1) == targets).sum()
                 total += self._score(logits, targets) * targets.numel()
                 count += targets.numel()
@@ -145,6 +142,15 @@ class Trainer:
     def _autocast(self) -> torch.autocast:
         dtype = _AUTOCAST.get(self.config.train.precision)
         return torch.autocast(self.device.type, dtype or torch.bfloat16, enabled=dtype is not None)
+
+    def _predict(self, inputs: Tensor) -> Tensor:
+        """Logits of a batch of the test split, in float32."""
+        given = inputs if self.pictures is None else self.pictures.testing(inputs)
+        with self._autocast():
+            logits = as_logits(self.model(given)).float()
+            if self.config.augment.test_mirror:  # one after the other: both at once would need twice the memory
+                logits = (logits + as_logits(self.model(given.flip(-1))).float()) / 2
+        return logits
 
     def _score(self, output: Any, targets: Tensor, smoothing: float = 0.0) -> Tensor:
         """Mean cross-entropy, in float32, of classes or of next tokens."""
