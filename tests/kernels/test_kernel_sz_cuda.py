@@ -384,6 +384,31 @@ def test_nothing_is_written_past_the_room_and_settle_makes_it_again(coder: str, 
 
 
 @requires_compiler
+@pytest.mark.parametrize("coder", ["blocks", "rans"])
+@pytest.mark.parametrize("scale", [1.0, 1e3, 1e9])
+def test_a_first_payload_takes_the_room_it_needs(coder: str, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that of the worst case, unless it comes; and as often as it takes: what is needed may be more the next time,
+    because chunks race for slots."""
+    rooms: list[int] = []
+    launch, slots = SzCuda._launch, iter([256, 0, 0, 0])
+
+    def note(self: SzCuda, x: Tensor, ready: _sz_cuda._Ready, seed: int, capacity: int, ticket: Tensor) -> Encoded:
+        rooms.append(capacity)
+        monkeypatch.setattr(_sz_cuda, "_SLOTS", next(slots))
+        return launch(self, x, ready, seed, capacity, ticket)
+
+    codec = Sz(coder=coder)
+    x = torch.randn(20 * 4096 + 77)
+    plan = codec.plan(x, Bound.absolute(0.5))
+    monkeypatch.setattr(SzCuda, "_launch", note)
+    encoded = SzCuda(codec).encode(scale * x, seed=9, plan=plan)
+    most = _sz_cuda.encoding_of(codec, encoded.spec, plan).most
+    assert rooms == sorted(set(rooms)) and rooms[0] < most / 3 and (len(rooms) > 1) == (scale > 1)
+    assert encoded.tensors["words"].numel() <= rooms[-1] <= most
+    assert ((SzCuda(codec).decode(encoded) - scale * x).abs() <= 0.5 + 1e-6 * scale).all()
+
+
+@requires_compiler
 def test_room_follows_the_last_payload() -> None:
     """A little more than it, so that tensors of a like size fit."""
     twin = SzCuda(Sz(coder="rans"))

@@ -95,17 +95,20 @@ class SzCuda(SzTwin):
         return self.room(job.most / 4 if plan.model is None else 1.25 * plan.model.bits / 32 * job.numel)
 
     def _wait(self, x: Tensor, ready: _Ready, seed: int, capacity: int) -> Encoded:
-        """A payload of exactly the size it needs, made a second time if there was not enough room for it."""
-        told = _tickets.take()
-        encoded = self._launch(x, ready, seed, capacity, told.word)
-        words = told.wait()
-        if words <= capacity:
-            return _trim(encoded, words)
-        del encoded  # its room, before there is more
-        again = _tickets.take()
-        encoded = self._launch(x, ready, seed, words, again.word)
-        assert again.wait() == words, "an encoder needs the same room for the same values"
-        return encoded
+        """A payload of exactly the size it needs, made again with more room until that is enough.
+
+        The same values may need some more the next time: which chunks find a slot for what outgrows their stage, and
+        which are stored raw, is a race.
+        """
+        most = ready.encoding.most
+        while True:
+            told = _tickets.take()
+            encoded = self._launch(x, ready, seed, capacity, told.word)
+            words = told.wait()
+            if words <= capacity:
+                return _trim(encoded, words)
+            del encoded  # its room, before there is more
+            capacity = most if capacity >= most // 2 else min(self.room(1.25 * words), most)
 
     def room(self, words: float) -> int:
         """Words to make room for where the last payload of the same place had ``words``."""
