@@ -5,8 +5,9 @@ and the optimizer's state, c for what each sample adds. Two sizes give the line,
 and a step at that size is the proof. Where the step contradicts the line (another layer holds the peak, an algorithm
 with another workspace was chosen, memory is fragmented) the line is drawn anew, and where that does not help the
 sizes in between are halved. Near the limit it is luck what fits: where the gaps of the allocator lie, and how far the
-host runs ahead of the device, is not the same twice. So the answer is run once more before it is given. COMET grows the
-batch in this way once compression has made room (VLDB 2022): powers of two, 5 % held back, a maximum set by the user.
+host runs ahead of the device, is not the same twice. So the answer is run once more, and longer, before it is given.
+COMET grows the batch in this way once compression has made room (VLDB 2022): powers of two, 5 % held back, a maximum
+set by the user.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from lowtide.reports.text import table
 from lowtide.snapshot import Snapshot
 
 POWER_OF_TWO = "power of two"
+_LONGER = 4  # times as many steps prove the answer as make a trial
 _DOUBT = 0.1  # of a prediction, where it stands between the batch and one that may be twice as large
 _RULES: dict[str, Callable[[float], float]] = {
     "none": lambda growth: 1.0,
@@ -52,7 +54,7 @@ class Meter(Protocol):
         ...
 
     def peak(self, step: Callable[[], object]) -> int:
-        """Run the step right behind the ones before it; bytes in use at its peak."""
+        """Run the step, or several, right behind the ones before; bytes in use at the peak."""
         ...
 
     def clean(self) -> None:
@@ -138,7 +140,8 @@ def find_batch_size(
 ) -> BatchSize:
     """The largest batch whose training step fits the device, or a budget, with some of it held back.
 
-    Every size that counts has really been run, and the answer twice: forward, backward, optimizer. Running out of
+    Every size that counts has really been run, and the answer twice, then for four times as many steps: forward,
+    backward, optimizer. Running out of
     memory during the search is a finding, not a failure. The search does not train: each trial begins with the state as
     it is now, and so does whatever comes after the search. Gradients are None then. An error that is not about memory
     is raised, with the state as it was.
@@ -154,7 +157,7 @@ def find_batch_size(
         budget: bytes (or "16GiB") that torch may have allocated at the peak; without one, what the device has.
         reserve: the share of that to hold back, for fragmentation and for what later steps need more than these.
         steps: of a trial; the peak is that of the last one. The first makes the optimizer's state and workspaces, and a
-            Lowtide session learns the sizes of its payloads.
+            Lowtide session learns the sizes of its payloads. When the answer is run again, all steps after these count.
         device: the GPU to measure on (default: the current one).
         meter: measures memory in another way; needed where there is no GPU.
     """
@@ -171,7 +174,7 @@ def find_batch_size(
     search = _Search(candidates, candidates.index(start), allowed=int(limit * (1 - reserve)))
     while (size := search.next_size()) is not None:
         try:
-            peak = _measure(run_step, size, steps, meter)
+            peak = _measure(run_step, size, steps, meter, _LONGER if search.is_proof(size) else 1)
         finally:
             before.restore()
         gc.collect()
@@ -201,13 +204,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in text for words in _OUT_OF_MEMORY)
 
 
-def _measure(run_step: Callable[[int], object], size: int, steps: int, meter: Meter) -> int | None:
-    """The peak of the last of some steps; None if memory ran out. The exception, and with it what its frames hold, is
-    gone when this returns."""
-    try:
-        for _ in range(steps - 1):
+def _measure(run_step: Callable[[int], object], size: int, steps: int, meter: Meter, longer: int) -> int | None:
+    """The peak of the last of some steps, or of those that make it ``longer``; None if memory ran out. The exception,
+    and with it what its frames hold, is gone when this returns."""
+
+    def run(count: int) -> None:
+        for _ in range(count):
             run_step(size)
-        return meter.peak(lambda: run_step(size))
+
+    try:
+        run(steps - 1)
+        return meter.peak(lambda: run(1 + steps * (longer - 1)))
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -281,6 +288,10 @@ class _Search:
         if size is None and self._fits >= 0 and not self._is_confirmed:
             return self.sizes[self._fits]
         return size
+
+    def is_proof(self, size: int) -> bool:
+        """Whether that size has fit before, and is the answer if it does again."""
+        return self._fits >= 0 and size == self.sizes[self._fits]
 
     def _open_size(self) -> int | None:
         """A size between the largest that fits and the smallest that does not; None if there is none worth trying."""

@@ -140,7 +140,27 @@ def test_every_trial_has_its_steps_and_the_peak_is_that_of_the_last() -> None:
 
     device = Settling(affine, 2000)
     result = find_batch_size(device.run_step, state=[], start=8, maximum=64, steps=4, meter=device)
-    assert result.batch == 64 and [calls.count(size) for size in (8, 16, 64)] == [4, 4, 8], "the answer twice"
+    assert result.batch == 64 and [calls.count(size) for size in (8, 16, 64)] == [4, 4, 4 + 16], "the answer twice"
+
+
+def test_the_answer_is_run_for_longer_than_a_trial() -> None:
+    """Here sizes above 32 need more from their sixth step in a row on."""
+
+    class Late(Formula):
+        steps = 0
+
+        def clean(self) -> None:
+            self.steps = 0
+
+        def peak(self, step: Callable[[], object]) -> int:
+            return super().peak(step) + (1000 if self.steps > 5 and self.size > 32 else 0)
+
+        def run_step(self, size: int) -> None:
+            self.steps += 1
+            super().run_step(size)
+
+    device = Late(affine, 2000)
+    assert find_batch_size(device.run_step, state=[], start=8, maximum=64, meter=device).batch == 32
 
 
 class Lucky(Formula):
