@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.app.shared.arguments import say
+from lowtide.app.shared.mps import shared_gpu
 from lowtide.app.shared.rows import now
 from lowtide.app.shared.specs import Spec, UsageError
 from lowtide.app.train import toml
@@ -88,6 +89,7 @@ class Runner:
 
     ``deadline`` (by ``time.monotonic``) is when those under way are stopped; a run that would not be done by then, as
     earlier ones of its method tell, is not begun. ``threads`` of a process are its share of the cores unless given.
+    Where NVIDIA's MPS is installed, processes on a GPU run side by side (``shared_gpu``).
     ``watch`` gets every line that a run says.
     """
 
@@ -101,13 +103,14 @@ class Runner:
     _took: dict[str, float] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _is_stopping: bool = False
+    _variables: Mapping[str, str] = field(default_factory=dict)
 
     def carry_out(self, runs: Sequence[Run]) -> Iterator[tuple[Run, dict[str, Any]]]:
         """Each run with its row, as they end; one that was stopped or not begun is left out.
 
         Leaving early stops those under way; each writes a checkpoint first.
         """
-        with ThreadPoolExecutor(self.jobs) as pool:
+        with shared_gpu(self.jobs) as self._variables, ThreadPoolExecutor(self.jobs) as pool:
             timer = self._set_timer()
             try:
                 futures = {pool.submit(self._carry_out, run): run for run in runs}
@@ -182,9 +185,9 @@ class Runner:
         """Several processes share the cores; threads of one that wait for those of another cost more than they
         bring."""
         if self.threads is not None:
-            return {**os.environ, "OMP_NUM_THREADS": str(self.threads)}
+            return {**os.environ, **self._variables, "OMP_NUM_THREADS": str(self.threads)}
         threads = str(max(1, (os.cpu_count() or 1) // self.jobs))
-        return os.environ if self.jobs == 1 else {"OMP_NUM_THREADS": threads, **os.environ}
+        return os.environ if self.jobs == 1 else {"OMP_NUM_THREADS": threads, **os.environ, **self._variables}
 
     def _set_timer(self) -> threading.Timer:
         timer = threading.Timer(min(self.deadline - time.monotonic(), threading.TIMEOUT_MAX), self._stop)
