@@ -17,7 +17,7 @@ LAYERS = (
     ("codecs", "stores", "controllers"),
     ("policies", "methods", "capture", "witness", "kernels"),
     ("sites", "recompute"),
-    ("payloads",),
+    ("payloads", "graphs"),
     ("pipeline",),
     ("reports",),
     ("session", "growth"),

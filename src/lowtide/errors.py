@@ -81,6 +81,10 @@ class RecomputeError(LowtideError, RuntimeError):
     """A module that was run again in backward did something else than in forward."""
 
 
+class GraphError(LowtideError, RuntimeError):
+    """A training step that cannot be captured in a CUDA graph as it stands."""
+
+
 class BoundViolationError(LowtideError, RuntimeError):
     """A decoded value lies farther from the original than its codec promised."""
 

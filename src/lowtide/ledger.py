@@ -49,6 +49,7 @@ class Ledger:
     is_scarce: bool = False  # the device has little memory left: nothing is kept a little longer to save time
     raw_usual: int = 0  # the peak of the last whole step, or of this one so far if it is larger
     step: int = 0
+    is_replayed: bool = False  # the step at hand is a replay of one that was counted when it was captured
     _raw_of_step: int = 0
     sites: dict[str, SiteEntry] = field(default_factory=dict)
     _fresh: set[str] = field(default_factory=set)
@@ -84,7 +85,9 @@ class Ledger:
 
     def end_step(self) -> None:
         self.step += 1
-        self.raw_usual, self._raw_of_step = self._raw_of_step, self.raw
+        if not self.is_replayed:
+            self.raw_usual, self._raw_of_step = self._raw_of_step, self.raw
+        self.is_replayed = False
         self._fresh.clear()
 
     def totals(self) -> dict[str, Any]:

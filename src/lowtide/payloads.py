@@ -163,6 +163,12 @@ class Waiting:
             with self._lock:
                 self._take_known()
 
+    def finish(self) -> None:
+        """Wait for all that have not reported."""
+        with self._lock:
+            while self._queue:
+                self._take_oldest()
+
     def _take_known(self) -> None:
         while self._queue and self._queue[0].is_known:
             self._take_oldest()

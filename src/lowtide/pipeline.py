@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -15,6 +17,7 @@ from lowtide.capture.identity import Left
 from lowtide.codecs import Codec
 from lowtide.coding import dither, layout
 from lowtide.errors import PayloadError
+from lowtide.graphs.recording import Recording
 from lowtide.kernels import _tickets
 from lowtide.ledger import Ledger
 from lowtide.payloads import Payload, Pending, Waiting
@@ -25,6 +28,10 @@ from lowtide.stores import Store
 from lowtide.witness import Witness
 
 _MOVED_RATE = 1 / 32  # words a value to make room for where a bound has changed since the last payload: one bit
+
+_REPLAYED = 1 << 63  # in place of a step's number, for the dither of graphs
+_NOT_KNOWN = "no payload of it was there before the graph was captured, or its layout is beyond the kernels"
+_NOT_LOOKED_AT = "nobody can look for a mask of two values while a graph is captured"
 
 
 @dataclasses.dataclass(slots=True)
@@ -94,6 +101,23 @@ class Pipeline:
         self._keys: dict[Any, int] = {}
         self._stream: int | None = None  # of dither, for this step
         self._waiting = Waiting(ledger)
+        self._recording: Recording | None = None
+
+    @contextlib.contextmanager
+    def recorded(self, recording: Recording) -> Iterator[None]:
+        """What is saved inside belongs to a graph, or to its rehearsal; their dither does not depend on the step."""
+        self.finish()
+        self._recording, self._stream = recording, dither.mix64(self.seed, _REPLAYED)
+        self._uses.clear()
+        try:
+            yield
+        finally:
+            self._recording, self._stream = None, None
+
+    def finish(self) -> None:
+        """Wait until every encoder has reported, and for the models that are being fitted."""
+        self._waiting.finish()
+        self.sites.wait()
 
     def end_step(self, *, moved: bool) -> None:
         """A step has ended; ``moved`` if bounds may have changed."""
@@ -170,6 +194,8 @@ class Pipeline:
 
     def _look_for_mask(self, site: Site, need: Need, raw: Tensor) -> Need:
         """Dropout on the CPU multiplies by a float mask: zeros and one other value are a bit each, exactly."""
+        if self._is_capturing and self.sites.may_be_mask(site):
+            return dataclasses.replace(need, kind=Kind.EXACT, why=_NOT_LOOKED_AT, two_valued=False)
         if self.sites.may_be_mask(site) and raw.numel():
             other = float(raw.abs().amax())
             two_values = (raw == 0) & ~raw.signbit() | (raw == other)
@@ -199,7 +225,11 @@ class Pipeline:
         payload = entry.payload(recipe.key)
         added = 0
         if payload is None:
-            payload, added = self._store(raw, recipe, handle)
+            stored = self._record(raw, recipe, handle) if self._is_capturing else self._store(raw, recipe, handle)
+            if stored is None:
+                self._keep(handle, entry, raw, _NOT_KNOWN)
+                return
+            payload, added = stored
             entry.share(recipe.key, payload)
             if payload.keeps_zeros:
                 entry.share("nonzero", payload)
@@ -236,9 +266,7 @@ class Pipeline:
     def _store(self, raw: Tensor, recipe: Recipe, handle: Handle) -> tuple[Payload, int]:
         site, need, codec, memo = handle.site, handle.need, recipe.codec, recipe.memo
         assert site is not None and need is not None
-        x = _view(raw, recipe.spec)
-        if not recipe.is_dense:
-            x = x.clone()
+        x = _dense(raw, recipe)
         options: dict[str, Any] = {"seed": self._next_seed(site)}
         bound = None
         rate = 0.0
@@ -258,6 +286,8 @@ class Pipeline:
             options["ticket"] = ticket.word
             if memo is not None:
                 options["capacity"] = codec.room(rate * x.numel())  # type: ignore[attr-defined]
+            if memo is not None and self._recording is not None and getattr(codec, "replays", False):
+                options["replay"] = self._recording.replay
         encoded = codec.encode(x, bound, **options)
         store = recipe.decision.store or self.store
         held = store.put(encoded)
@@ -269,6 +299,31 @@ class Pipeline:
             memo.rate = encoded.tensors["words"].numel() / max(x.numel(), 1)
             memo.rated = getattr(memo.plan, "model", None)
         return payload, held.nbytes
+
+    @property
+    def _is_capturing(self) -> bool:
+        return self._recording is not None and self._recording.is_capturing
+
+    def _record(self, raw: Tensor, recipe: Recipe, handle: Handle) -> tuple[Payload, int] | None:
+        """The same while a graph is captured: nothing is learnt and nothing waits; None where that cannot be."""
+        site, need, recording = handle.site, handle.need, self._recording
+        assert site is not None and need is not None and recording is not None
+        codec: Any = recipe.codec
+        store = recipe.decision.store or self.store
+        recording.check(codec, store, site.name)
+        x = _dense(raw, recipe)
+        if recipe.decision.bound is None:
+            encoded = recording.encode(x, codec, site.name, self._next_seed(site))
+        else:
+            memo = self.sites.known(x, recipe.decision.bound, site, need)
+            if memo is None or not codec.reaches(x, memo.plan):
+                return None
+            bound, plan = self.sites.as_known(memo, x, codec, need)
+            seed = self._next_seed(site)
+            encoded = recording.encode_bounded(x, codec, site.name, seed, memo, bound, plan)
+        held = store.put(encoded)
+        self.coded += 1
+        return Payload(codec, held, self.ledger, None), held.nbytes
 
     def let_go(self) -> None:
         """Let go of the tensors whose encoders have reported; does not wait."""
@@ -299,6 +354,11 @@ def _view(raw: Tensor, spec: TensorSpec) -> Tensor:
     if raw.shape == spec.shape and raw.stride() == spec.stride:
         return raw
     return raw.as_strided(spec.shape, spec.stride, raw.storage_offset())
+
+
+def _dense(raw: Tensor, recipe: Recipe) -> Tensor:
+    x = _view(raw, recipe.spec)
+    return x if recipe.is_dense else x.clone()
 
 
 class _Plainly:

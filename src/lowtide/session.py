@@ -8,7 +8,7 @@ import sys
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -18,7 +18,10 @@ from lowtide import methods
 from lowtide.capture.gradients import Collector
 from lowtide.capture.hooks import Capture
 from lowtide.capture.scopes import Scope, Scopes
-from lowtide.errors import AttachError, LowtideWarning, StateError, UnknownNameError
+from lowtide.errors import AttachError, GraphError, LowtideWarning, StateError, UnknownNameError
+from lowtide.graphs.machine import Cuda
+from lowtide.graphs.step import GraphStep
+from lowtide.kernels._workspaces import Cell
 from lowtide.ledger import Ledger
 from lowtide.pipeline import Pipeline
 from lowtide.policies.rules import Policy, load_rules
@@ -27,6 +30,7 @@ from lowtide.records import ROOT
 from lowtide.registry import STORES
 from lowtide.reports import Report
 from lowtide.stores import Store
+from lowtide.stores.device import Device
 
 STATE_VERSION = 3
 DEFAULT_METHOD = "budget"
@@ -83,6 +87,8 @@ class Session:
         self._collector = Collector(optimizer)
         self._step_handle: Any = None
         self._warned_idle = False
+        self._optimizer, self._moves = optimizer, 0
+        self._graphs: weakref.WeakSet[GraphStep] = weakref.WeakSet()
         if model is not None:
             _refuse_unsuitable(model)
             for path, module in model.named_modules():
@@ -114,6 +120,7 @@ class Session:
         arrived = self._collector.deliver()
         self._collector.finish(number)
         moved = self.controller.step(number, arrived, self.ledger)
+        self._moves += bool(moved)
         self._pipeline.end_step(moved=moved)
         self.ledger.end_step()
         self._begin_step()
@@ -133,7 +140,42 @@ class Session:
     def report(self) -> Report:
         """What is held instead of what, site by site, and what was left alone and why."""
         self._pipeline.let_go()
-        return Report.of(self.ledger, self.method, self.controller.noise_by_site(), self.controller.events())
+        events = [*self.controller.events(), *(graph.describe() for graph in self._graphs if graph.calls)]
+        return Report.of(self.ledger, self.method, self.controller.noise_by_site(), events)
+
+    def graph(
+        self, step: Callable[..., Any], *, warmup: int = 12, refresh: int = 256, slack: float = 1 / 8
+    ) -> GraphStep:
+        """A function that does what ``step`` does as a CUDA graph: on the host it costs one launch.
+
+        ``step(*batch)`` runs forward and backward and returns the loss, or whatever is made of tensors; the optimizer
+        is not part of it. Some calls still run eagerly: docs/graphs.md says which, and what a step may do.
+
+        Args:
+            warmup: eager calls before the first capture, 3 or more.
+            refresh: replays at most before bounds and tables are measured anew and another graph is captured.
+            slack: room for each payload beyond what its site took last, as a share of it; 1 at most.
+        """
+        if not self._modules:
+            raise GraphError("graph() needs a model that Lowtide is attached to")
+        model = self._modules[0]
+        if self._pipeline.check:
+            raise GraphError("check compares tensors on the host; a session with CUDA graphs has to do without it")
+        if self._scopes.regions is not None:
+            raise GraphError("recomputed modules cannot be captured in a CUDA graph; leave recompute out")
+        if not isinstance(self._pipeline.store, Device):
+            raise GraphError("payloads on the host cannot be captured in a CUDA graph; use store='device'")
+        device = next((item.device for item in model.parameters()), torch.device("cpu"))
+        if device.type != "cuda":
+            raise GraphError(f"CUDA graphs need a model on an NVIDIA GPU; this one is on {device}")
+        groups = self._optimizer.param_groups if self._optimizer is not None else []
+        parameters = [*model.parameters(), *(item for group in groups for item in group["params"])]
+        made = GraphStep(
+            step, model, parameters, self._pipeline, Cuda(device), Cell(device), warmup=warmup, refresh=refresh,
+            slack=slack, is_measured=lambda: self._capture.on_named is not None, moves=lambda: self._moves,
+        )  # fmt: skip
+        self._graphs.add(made)
+        return made
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs to continue as if it had never stopped."""

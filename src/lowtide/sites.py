@@ -68,6 +68,27 @@ def _leap(before: BoundSource | str, after: BoundSource) -> float:
     return bits if abs(bits) > _LEAP else 0.0
 
 
+def _key(x: Tensor, site: Site, need: Need) -> tuple[str, str, str, tuple[int, ...]]:
+    axes = need.axes(x.dim())
+    sizes = tuple([x.shape[axis] for axis in axes if axis]) if axes else ()
+    return site.name, str(x.dtype), need.per.value, sizes
+
+
+def _measure(memo: Memo, x: Tensor, codec: Any, need: Need) -> tuple[Bound, Any]:
+    """The bound for the tensor at hand, and its grid if the codec has worked out both at once."""
+    assert not isinstance(memo.source, str), "a memo has its source once it was recalled"
+    measured = codec.measure(x, memo.source, need) if hasattr(codec, "measure") else None
+    return measured if measured is not None else (memo.source.resolve(x, need), None)
+
+
+def _catch_up(device: torch.device) -> None:
+    """Tables are copied on the device's default stream; those who work on another one wait for that copy."""
+    if device.type == "cuda":
+        current, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
+        if current != default:
+            current.wait_stream(default)
+
+
 @cache
 def _worker() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="lowtide")
@@ -87,6 +108,7 @@ class Memo:
     rated: Any = None  # the model that it was coded with
     usual: float = 0.0  # the same, some saves after the model was made
     fitted: int = 0  # the save at which that was
+    regrid: bool = False  # the plan is one for another bound
     moved: bool = False  # the source of the bound is another than at the last save
     leap: float = 0.0  # and so much smaller, in bits, that the model no longer fits; or larger, where negative
     leapt: int = 0  # the save after which that happened last, 0: a model that fits has come since
@@ -107,15 +129,14 @@ class Sites:
 
     def __init__(self, refresh: int, *, waits: bool = False) -> None:
         self.refresh = refresh
+        self.due: bool | None = None  # whether bounds are measured at the next saves; None: when it is their turn
         self._waits = waits  # for a model and for sizes where a bound has leapt, because bounds follow from sizes
         self._memos: dict[tuple[str, str, str, tuple[int, ...]], Memo] = {}
         self._not_two_valued: set[str] = set()
 
     def recall(self, x: Tensor, source: BoundSource, site: Site, need: Need) -> Memo:
         """The memo for tensors like ``x``, with a bound."""
-        axes = need.axes(x.dim())
-        sizes = tuple([x.shape[axis] for axis in axes if axis]) if axes else ()
-        key = (site.name, str(x.dtype), need.per.value, sizes)
+        key = _key(x, site, need)
         memo = self._memos.get(key)
         if memo is None:
             memo = self._memos[key] = Memo(source, source.resolve(x, need))
@@ -125,15 +146,31 @@ class Sites:
             memo.source = source
         return memo
 
+    def known(self, x: Tensor, source: BoundSource, site: Site, need: Need) -> Memo | None:
+        """The same if earlier saves have left all that another one needs, under this very bound."""
+        memo = self._memos.get(_key(x, site, need))
+        if memo is None or memo.plan is None or memo.regrid or not memo.rate or memo.source != source:
+            return None
+        return memo
+
+    def as_known(self, memo: Memo, x: Tensor, codec: Any, need: Need) -> tuple[Bound, Any]:
+        """Bound and plan for another save of which nothing is to be learnt; only bounds of rows are measured."""
+        if 0 not in memo.bound.axes:
+            return memo.bound, memo.plan
+        bound, grid = _measure(memo, x, codec, need)
+        return bound, memo.plan.on(grid if grid is not None else codec.grid(x, bound))
+
+    def wait(self) -> None:
+        """Have all models fitted whose codes have arrived."""
+        _worker().submit(lambda: None).result()
+
     def prepare(self, memo: Memo, x: Tensor, codec: Codec, site: Site, need: Need) -> None:
         """Bring the bound up to date for another save of the site, and the plan if its codec makes plans."""
         due = self._is_due(site, memo.saves)
         moved = due or memo.moved or 0 in memo.bound.axes
         grid = None
         if moved and memo.saves:
-            assert not isinstance(memo.source, str), "a memo has its source once it was recalled"
-            measured = codec.measure(x, memo.source, need) if hasattr(codec, "measure") else None
-            memo.bound, grid = measured if measured is not None else (memo.source.resolve(x, need), None)
+            memo.bound, grid = _measure(memo, x, codec, need)
         elif memo.bound.value.device != x.device:  # from a checkpoint
             memo.bound = Bound(memo.bound.value.to(x.device), memo.bound.axes)
         memo.saves += 1
@@ -148,9 +185,9 @@ class Sites:
             memo.plan = codec.plan(x, memo.bound, memo.zero_code)
             memo.zero_code = memo.plan.zero_code  # from now on: what values depend on changes with the bound alone
             return
-        if moved:
+        if moved or memo.regrid:
             grid = grid if grid is not None else codec.grid(x, memo.bound)
-            memo.plan = memo.plan.on(grid)
+            memo.plan, memo.regrid = memo.plan.on(grid), False
         if memo.leap:
             self._leap(memo, codec, x)
         elif memo.exceeds(_USELESS):
@@ -158,6 +195,7 @@ class Sites:
         if memo.survey is not None:
             fitted = memo.survey.model(codec, memo, x.numel())
             if fitted is not None:
+                _catch_up(x.device)
                 memo.plan = dataclasses.replace(memo.plan, model=fitted.model)
                 memo.survey = None
                 memo.fitted, memo.usual, memo.leapt = memo.saves, 0.0, 0
@@ -191,6 +229,8 @@ class Sites:
         self._not_two_valued.add(site.name)
 
     def _is_due(self, site: Site, saves: int) -> bool:
+        if self.due is not None:
+            return self.due
         if saves < self.refresh:
             return saves in _FIRST
         return (saves + site.digest) % self.refresh == 0
@@ -210,12 +250,18 @@ class Sites:
         ]
 
     def load_state_dict(self, state: list[dict[str, Any]]) -> None:
-        self._memos.clear()
+        """Go back, or on, to what values depended on. Models of sites that are known here are kept: they are about
+        sizes, and fitting them anew takes longer than some steps."""
+        before, self._memos = self._memos, {}
         for item in state:
             if set(item) != {"site", "source", "bound", "axes", "saves", "zero_code"}:
                 raise StateError(f"what is known about a site has other parts than expected: {sorted(item)}")
             name, dtype, per, sizes = item["site"]
             bound = Bound(item["bound"], tuple(item["axes"]))
-            self._memos[(name, dtype, per, tuple(sizes))] = Memo(
-                str(item["source"]), bound, int(item["saves"]), zero_code=item["zero_code"]
-            )
+            key = (name, dtype, per, tuple(sizes))
+            memo = Memo(str(item["source"]), bound, int(item["saves"]), zero_code=item["zero_code"])
+            known = before.get(key)
+            if known is not None and known.plan is not None and known.zero_code == memo.zero_code:
+                memo.plan, memo.regrid = known.plan, True
+                memo.rate, memo.rated = known.rate, known.rated
+            self._memos[key] = memo

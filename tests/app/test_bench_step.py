@@ -185,6 +185,38 @@ def test_presets_are_methods_with_bounds():
     assert Variant.parse("exact").is_exact and not Variant.parse("plain").method
 
 
+def test_graphs_are_an_option_of_plain_and_of_methods():
+    bold, plain = Variant.parse("bold:blocks(graph=true)"), Variant.parse("plain(graph=true)")
+    assert bold.is_graphed and bold.options == {"linear": "1.0 std", "norm": "1.0 std", "coder": "blocks"}
+    assert plain.is_graphed and not plain.method and not Variant.parse("bold(graph=false)").is_graphed
+    for text in ("compile(graph=true)", "plain(graphs=true)"):
+        with pytest.raises(UsageError, match="has no options"):
+            Variant.parse(text)
+
+
+def test_graphs_need_a_gpu(bench_step, read_rows):
+    assert bench_step("--methods", "plain(graph=true),bold:blocks(graph=true)") == 1
+    rows = read_rows()
+    assert [row["ok"] for row in rows] == ["True", "False", "False", "True"]
+    assert all("GraphError: CUDA graphs need a model on an NVIDIA GPU" in row["error"] for row in rows[1:3])
+
+
+def test_a_graph_takes_the_place_of_a_step_for_a_while(monkeypatch):
+    load = workload.find_workload("alexnet", {}, tiny=True)
+    task, asked = Task(load, "fp32", batch=2, device=torch.device("cpu")), []
+    monkeypatch.setattr(
+        variants, "graph_plainly", lambda model, step, warmup: lambda *batch: asked.append(warmup) or step(*batch)
+    )
+    variant = Variant.parse("plain(graph=true)")
+    with variant.attached(task, seed=0, check=True):
+        task.step()
+    assert not asked
+    with variant.attached(task, seed=0):
+        assert torch.isfinite(task.step()) and asked == [4]
+    task.step()
+    assert asked == [4]
+
+
 @dataclasses.dataclass
 class Cuda:
     """What torch.cuda would say of a step that keeps 100 bytes and needs 150 at most, over 1000 static ones."""

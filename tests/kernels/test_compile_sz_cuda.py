@@ -64,6 +64,34 @@ def test_registers_suffice(arch: str, instance: Any, tmp_path: Path, monkeypatch
     assert used["REG"] <= REGISTERS[instance[0]] and used["SHARED"] <= 48 << 10, used
 
 
+# The same for kernels in graphs: the first of each kernel, and the one that has no register left.
+IN_GRAPHS = [
+    pytest.param(arch, instance, id=f"{arch}-{_sz_cuda.expression(*instance)}")
+    for arch in ("sm_80", "sm_90", "sm_100")
+    for instance in [*{instance[0]: instance for instance in reversed(COMPILED)}.values(), COMPILED[8]]
+]
+SPILLED_IN_GRAPHS = {
+    ("sm_80", "rans_encode<Bfloat, 3, 3, 6, 0, true>"): 24,
+    ("sm_80", "blocks_encode<float, 0, 0, true>"): 8,
+    ("sm_80", "blocks_decode<Bfloat, 0, 1, true, false>"): 8,
+    ("sm_90", "blocks_decode<Bfloat, 0, 1, true, false>"): 8,
+    ("sm_90", "rans_encode<Bfloat, 3, 3, 6, 0, true>"): 24,
+    ("sm_100", "blocks_encode<float, 0, 0, true>"): 24,
+    ("sm_100", "blocks_decode<Bfloat, 0, 1, true, false>"): 8,
+}
+
+
+@requires_nvrtc
+@pytest.mark.parametrize(("arch", "instance"), IN_GRAPHS)
+def test_registers_suffice_in_graphs(arch: str, instance: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWTIDE_CACHE_DIR", str(tmp_path / "kept"))
+    expression, program = _sz_cuda.expression(*instance), _sz_cuda.REPLAYED
+    used = usage(_nvrtc.compile(program.source, expression, arch, program.name)[0], tmp_path)
+    spilled = SPILLED_IN_GRAPHS.get((arch, expression), 0)
+    assert used["STACK"] <= spilled and used["LOCAL"] == 0, f"{used}: more is spilled than {spilled} bytes"
+    assert used["REG"] <= REGISTERS[instance[0]] and used["SHARED"] <= 48 << 10, used
+
+
 @requires_nvrtc
 def test_an_instance_that_does_not_exist_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWTIDE_CACHE_DIR", str(tmp_path))

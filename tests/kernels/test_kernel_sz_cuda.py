@@ -28,9 +28,11 @@ LARGEST = {1: 256, 2: 16, 3: 6, 4: 4}
 
 
 def emulated(
-    kernel: str, device: int, dtype: str, entry: int, zero: int, dithered: bool, *, values: int = 0, mask: bool = False
-) -> EmulatedFunction:
-    return Emulated(_sz_cuda.PROGRAM).function(_sz_cuda.expression(kernel, dtype, entry, zero, dithered, values, mask))
+    kernel: str, device: int, dtype: str, entry: int, zero: int, dithered: bool, *, values: int = 0, mask: bool = False,
+    replayed: bool = False,
+) -> EmulatedFunction:  # fmt: skip
+    program = _sz_cuda.REPLAYED if replayed else _sz_cuda.PROGRAM
+    return Emulated(program).function(_sz_cuda.expression(kernel, dtype, entry, zero, dithered, values, mask))
 
 
 @pytest.fixture(autouse=True)

@@ -59,6 +59,28 @@ def test_a_site_is_measured_early_and_then_in_turn(monkeypatch):
     assert len(late) == 3 and all(b - a == 20 for a, b in itertools.pairwise(late))
 
 
+def test_a_state_that_comes_back_finds_the_models_of_its_sites(monkeypatch):
+    """And gives the values that it gives where there are none."""
+    rule, codec = BoundRule.parse("0.5 std"), Sz(coder="rans")
+    sites, fresh = Sites(refresh=64), Sites(refresh=64)
+    recall(sites, torch.randn(8, 6, 500), rule, CHANNEL, codec)
+    state = sites.state_dict()
+    recall(sites, 100 * torch.randn(8, 6, 500), rule, CHANNEL, codec)  # measured again: other bounds
+    made = []
+    plan = Sz.plan
+    monkeypatch.setattr(Sz, "plan", lambda codec, *args: made.append(args) or plan(codec, *args))
+    x = torch.randn(8, 6, 500)
+    payloads = []
+    for place in (sites, fresh):
+        place.load_state_dict(state)
+        memo = place.recall(x, rule, SITE, CHANNEL)
+        memo.saves = 5  # not a save that measures
+        place.prepare(memo, x, codec, SITE, CHANNEL)
+        payloads.append(codec.encode(x, seed=3, plan=memo.plan))
+    assert len(made) == 1, "only where nothing is known"
+    assert torch.equal(*(codec.decode(payload) for payload in payloads))
+
+
 def test_every_save_is_measured_if_so_wanted_and_where_rows_have_bounds(monkeypatch):
     assert measured(Sites(refresh=1), 5, CHANNEL, monkeypatch) == [0, 1, 2, 3, 4]
     assert measured(Sites(refresh=64), 5, ROW, monkeypatch) == [0, 1, 2, 3, 4]

@@ -22,6 +22,7 @@ class Identity:
     version: ClassVar[int] = 1
     carries_values: ClassVar[bool] = True
     takes_bound: ClassVar[bool] = False
+    replays: ClassVar[bool] = True
 
     def accepts(self, dtype: torch.dtype) -> bool:
         return True

@@ -27,6 +27,7 @@ class Shape:
     version: ClassVar[int] = 1
     carries_values: ClassVar[bool] = False
     takes_bound: ClassVar[bool] = False
+    replays: ClassVar[bool] = True
 
     def accepts(self, dtype: torch.dtype) -> bool:
         return True

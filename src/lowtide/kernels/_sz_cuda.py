@@ -9,7 +9,6 @@ waits for the device instead.
 from __future__ import annotations
 
 import struct
-import threading
 from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
@@ -26,6 +25,8 @@ from lowtide.kernels import _nvrtc, _rows, _tickets
 from lowtide.kernels._nvrtc import current_stream
 from lowtide.kernels._sz_jobs import ROUND, TYPES, WARPS, Decoding, Encoding, decoding_of, encoding_of
 from lowtide.kernels._sz_twin import SzTwin
+from lowtide.kernels._workspaces import EAGER, Replay
+from lowtide.kernels._workspaces import SLOTS as _SLOTS
 from lowtide.records import Bound, Encoded, Need, TensorSpec
 
 PROGRAM = _nvrtc.Program.read(
@@ -33,9 +34,11 @@ PROGRAM = _nvrtc.Program.read(
     "sz_rans_encode.cu", "sz_rans_decode.cu", "sz_blocks.cu",
 )  # fmt: skip
 
-_ARGS = struct.Struct("<12Q2Q4I2I4if5Ii6I4x")
+# The same for graphs that are replayed: sz_args.cuh says what is different.
+REPLAYED = _nvrtc.Program("sz_replayed", f"#define REPLAYED true\n{PROGRAM.source}")
+
+_ARGS = struct.Struct("<12Q2Q4I2I4if5Ii6I4xQ")
 _NO_DIGITS = (0.0, 0, 0, 0, 0, 0, 0)
-_SLOTS, _SLOT_NBYTES = 256, 8192  # where chunks that outgrow their stages go on
 _SLACK = 1 / 32  # of room beyond the last payload of the same place
 _SMALL = 1 << 15  # values; below, the heads of rans outweigh its gain
 
@@ -45,6 +48,7 @@ class SzCuda(SzTwin):
     """The twin of one ``Sz``."""
 
     ticketed: ClassVar[bool] = True
+    replays: ClassVar[bool] = True
 
     @classmethod
     def of(cls, codec: Sz) -> SzCuda:
@@ -72,23 +76,33 @@ class SzCuda(SzTwin):
         plan: Plan | None = None,
         ticket: Tensor | None = None,
         capacity: int | None = None,
+        replay: Replay | None = None,
     ) -> Encoded:
         plan = plan if plan is not None else self.plan(x, bound)
-        ready: _Ready | None = plan.ready
-        if ready is None or not ready.suits(x, self.codec):
-            ready = _Ready.of(self.codec, layout.spec_of(x), plan)
-            if ready is None:
-                encoded = self.codec.encode(x, seed=seed, plan=plan)
-                if ticket is not None:
-                    ticket.fill_(_words(encoded))
-                return encoded
-            object.__setattr__(plan, "ready", ready)
+        ready = self._ready(x, plan)
+        if ready is None:
+            encoded = self.codec.encode(x, seed=seed, plan=plan)
+            if ticket is not None:
+                ticket.fill_(_words(encoded))
+            return encoded
         most = ready.encoding.most
         if capacity is None:
             capacity = most if ticket is not None else self._guess(plan, ready.encoding)
         if ticket is not None:
-            return self._launch(x, ready, seed, min(capacity, most), ticket)
+            return self._launch(x, ready, seed, min(capacity, most), ticket, replay)
         return self._wait(x, ready, seed, min(capacity, most))
+
+    def reaches(self, x: Tensor, plan: Plan) -> bool:
+        """Whether ``x`` is coded by the kernels, with no look from the host."""
+        return self._ready(x, plan) is not None
+
+    def _ready(self, x: Tensor, plan: Plan) -> _Ready | None:
+        ready: _Ready | None = plan.ready
+        if ready is None or not ready.suits(x, self.codec):
+            ready = _Ready.of(self.codec, layout.spec_of(x), plan)
+            if ready is not None:
+                object.__setattr__(plan, "ready", ready)
+        return ready
 
     def _guess(self, plan: Plan, job: Encoding) -> int:
         """Words that will do for most tensors of a place of which nothing is known."""
@@ -121,27 +135,33 @@ class SzCuda(SzTwin):
         assert plan is not None, "a payload that did not fit is made again, by the plan that it was made by"
         return self.encode(x, seed=encoded.meta["seed"], plan=plan, capacity=status)
 
-    def _launch(self, x: Tensor, ready: _Ready, seed: int, capacity: int, ticket: Tensor) -> Encoded:
+    def _launch(
+        self, x: Tensor, ready: _Ready, seed: int, capacity: int, ticket: Tensor, replay: Replay | None = None
+    ) -> Encoded:
         job, index = ready.encoding, ready.index
         buffer = torch.empty(job.words_from + capacity, dtype=torch.int32, device=x.device)
         heads_at = buffer.data_ptr()
         headers_at, words_at = heads_at + 4 * job.headers_from, heads_at + 4 * job.words_from
         stream = current_stream(index)
         low, high = _keys(seed)
-        work, spill, epoch = _workspace(x.device, stream, job.blocks)
+        work, spill, epoch = (replay if replay is not None else EAGER).next(x.device, stream, job.blocks)
+        function, number_at = ready.function, 0
+        if replay is not None:
+            function = _function(job.kernel, index, *job.template, values=job.values, replayed=True)
+            number_at = replay.number_at
         inverse_at, promised_at, step_at, centre_at, freqs_at = ready.tables
         arguments = _ARGS.pack(
             x.data_ptr(), inverse_at, promised_at, step_at, centre_at, freqs_at, words_at, heads_at, headers_at, work,
             ticket.data_ptr(), spill, job.numel, capacity, job.chunks, low, high, epoch, *job.sizes, _SLOTS,
-            *job.digits, *job.where.numbers,
+            *job.digits, *job.where.numbers, number_at,
         )  # fmt: skip
-        ready.function.launch(job.blocks, WARPS * 32, job.shared, arguments, stream)
+        function.launch(job.blocks, WARPS * 32, job.shared, arguments, stream)
         encoded = Encoded(
             self.codec.name, self.codec.version, ready.spec, {**job.meta, "seed": seed}, _Parts(buffer, ready)
         )
         hint = _Hint(
             ready.decoding, step_at, centre_at, freqs_at, words_at, heads_at, headers_at, capacity, low, high,
-            buffer.nbytes + ready.nbytes,
+            buffer.nbytes + ready.nbytes, replay,
         )  # fmt: skip
         object.__setattr__(encoded, "hint", hint)
         return encoded
@@ -159,9 +179,11 @@ class SzCuda(SzTwin):
         arguments = _ARGS.pack(
             x.data_ptr(), 0, 0, hint.step_at, hint.centre_at, hint.freqs_at, hint.words_at, hint.heads_at,
             hint.headers_at, 0, 0, 0, job.numel, hint.words, job.chunks, hint.low, hint.high, 0, *job.sizes, 0,
-            *_NO_DIGITS, *job.where.numbers,
+            *_NO_DIGITS, *job.where.numbers, hint.replay.number_at if hint.replay is not None else 0,
         )  # fmt: skip
-        function = _function(job.kernel, index, *job.template, values=job.values, mask=mask)
+        function = _function(
+            job.kernel, index, *job.template, values=job.values, mask=mask, replayed=hint.replay is not None
+        )
         shared = 0 if mask else job.shared
         function.launch(min(job.blocks, _processors(index) * 8), WARPS * 32, shared, arguments, current_stream(index))
         return x
@@ -257,6 +279,7 @@ class _Hint:
     low: int
     high: int
     nbytes: int = 0
+    replay: Replay | None = None
 
     @classmethod
     def of(cls, encoded: Encoded) -> _Hint | None:
@@ -311,12 +334,14 @@ _FUNCTIONS: dict[Any, _nvrtc.Function] = {}
 
 
 def _function(
-    kernel: str, device: int, dtype: str, entry: int, zero: int, dithered: bool, *, values: int = 0, mask: bool = False
-) -> _nvrtc.Function:
-    key = (kernel, device, dtype, entry, zero, dithered, values, mask)
+    kernel: str, device: int, dtype: str, entry: int, zero: int, dithered: bool, *, values: int = 0, mask: bool = False,
+    replayed: bool = False,
+) -> _nvrtc.Function:  # fmt: skip
+    key = (kernel, device, dtype, entry, zero, dithered, values, mask, replayed)
     function = _FUNCTIONS.get(key)
     if function is None:
-        _FUNCTIONS[key] = function = PROGRAM.function(
+        program = REPLAYED if replayed else PROGRAM
+        _FUNCTIONS[key] = function = program.function(
             expression(kernel, dtype, entry, zero, dithered, values, mask), device
         )
     return function
@@ -331,34 +356,6 @@ def expression(kernel: str, dtype: str, entry: int, zero: int, dithered: bool, v
     if kernel.endswith("decode"):
         parts.append(str(mask).lower())
     return f"{kernel}<{', '.join(parts)}>"
-
-
-class _Workspace:
-    """What the blocks of an encoder's grid tell each other through; one for each stream, so that none is shared."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.words = torch.zeros(1 << 16, dtype=torch.int64, device=device)
-        self.spill = torch.empty(_SLOTS * _SLOT_NBYTES, dtype=torch.uint8, device=device)
-        self.epoch = 0
-
-    def next(self, grid: int) -> tuple[int, int, int]:
-        if grid + 1 > self.words.numel() or self.epoch == (1 << 30) - 1:
-            self.words = torch.zeros(max(2 * grid, self.words.numel()), dtype=torch.int64, device=self.words.device)
-            self.epoch = 0
-        self.epoch += 1
-        return self.words.data_ptr(), self.spill.data_ptr(), self.epoch
-
-
-_WORKSPACES: dict[tuple[torch.device, int], _Workspace] = {}
-_WORKSPACES_LOCK = threading.Lock()
-
-
-def _workspace(device: torch.device, stream: int, grid: int) -> tuple[int, int, int]:
-    with _WORKSPACES_LOCK:
-        space = _WORKSPACES.get((device, stream))
-        if space is None:
-            space = _WORKSPACES[(device, stream)] = _Workspace(device)
-        return space.next(grid)
 
 
 _PROCESSORS: dict[int, int] = {}

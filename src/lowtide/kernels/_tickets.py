@@ -42,6 +42,10 @@ class Ticket:
         """What the device wrote, or -1."""
         return self._values[self._at]
 
+    def reset(self) -> None:
+        """Use the word again; the last kernel that was to write it must have done so."""
+        self._values[self._at] = -1
+
     def wait(self) -> int:
         """What the device wrote, once it has: yields the processor while it waits."""
         for turn in range(_PATIENCE):
@@ -75,6 +79,11 @@ class Ring:
                 self._grow(_WORDS)
             return Ticket(self, self.free.pop())
 
+    def reserve(self, words: int) -> None:
+        with self._lock:
+            while len(self.free) < words:
+                self._grow(_WORDS)
+
     def _reclaim(self) -> None:
         late, self.late = self.late, []
         for cell in late:
@@ -95,7 +104,14 @@ _RINGS: dict[str, Ring] = {}
 
 def take() -> Ticket:
     """A word that is free."""
+    return _ring().take()
+
+
+def reserve(words: int) -> None:
+    """Have so many words free, for a time when no memory can be pinned."""
+    _ring().reserve(words)
+
+
+def _ring() -> Ring:
     ring = _RINGS.get("")
-    if ring is None:
-        ring = _RINGS.setdefault("", Ring())
-    return ring.take()
+    return ring if ring is not None else _RINGS.setdefault("", Ring())

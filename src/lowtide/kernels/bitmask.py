@@ -37,6 +37,7 @@ class BitMaskKernel(Twin):
     codec: BitMask
 
     carries_values: ClassVar[bool] = False
+    replays: ClassVar[bool] = True
 
     def accepts(self, dtype: torch.dtype) -> bool:
         return dtype in (*_FLOATS, torch.bool) and self.codec.accepts(dtype)

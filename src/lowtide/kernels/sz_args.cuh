@@ -31,7 +31,16 @@ struct Args {
   u32 pairs[3];          // rans encoders: 16 * size ** k, and in the upper half 16 * size ** (k + 1)
   int room;              // encoders: codes that keep their promise whatever their centre
   u32 divide, modulo, times, divide2, modulo2, times2;
+  const u32* replay;     // read by kernels that are REPLAYED: a number that is another one in each replay of a graph
 };
+
+// Compiled once more for graphs that are captured and replayed. There a launch has the same arguments every time, so the
+// dither is shifted by a number that lies in memory; and nobody looks at an encoder's report before its payload is
+// decoded, so the decoder has to notice what did not fit.
+#ifndef REPLAYED
+#define REPLAYED false
+#endif
+__device__ __forceinline__ u32 low_of(const Args& a) { return REPLAYED ? a.low + __ldg(a.replay) : a.low; }
 
 template <typename T> struct Type;
 template <> struct Type<float> { static constexpr int reach = 2046, escape = 2; };

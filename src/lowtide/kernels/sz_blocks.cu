@@ -82,7 +82,7 @@ __device__ __forceinline__ bool quantise_narrow(
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     if (!Entry<ENTRY>::constant) walk.read(a, staged, inverse, origin, scales);
-    u32 word = DITHER ? hash((u32)walk.group, a.low, a.high) : 0, low = ~0u, high = 0;
+    u32 word = DITHER ? hash((u32)walk.group, low_of(a), a.high) : 0, low = ~0u, high = 0;
     u32 bytes = digits_of<T, SIGNED ? 0 : ZERO ? 2 : 0, DITHER>(lowest, group[j], inverse, origin, word, low, high);
     most = max(most, high);
     if (SIGNED) {
@@ -133,7 +133,7 @@ __device__ __forceinline__ void quantise_block(
   for (int j = 0; j < 8; ++j) {
     float inverse[4], origin[4];
     walk.read(a, staged, inverse, origin, Scales<ENTRY>{a, origin_of<DITHER>(MIDDLE)});
-    u32 word = DITHER ? hash((u32)g + j * 32, a.low, a.high) : 0;
+    u32 word = DITHER ? hash((u32)g + j * 32, low_of(a), a.high) : 0;
     int worst = 0;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -273,7 +273,7 @@ __device__ __forceinline__ void put_narrow(
     u32 bytes[2] = {low[j / 2] & 0x0f0f0f0fu, low[j / 2] >> 4 & 0x0f0f0f0fu};
     float y[4];
     if (!Entry<ENTRY>::constant && !MASK) walk.read(a, staged, unit, origin, units_for<ENTRY, DITHER>(a));
-    u32 word = DITHER && !MASK ? inverted_hash((u32)walk.group, a.low, a.high) : 0;
+    u32 word = DITHER && !MASK ? inverted_hash((u32)walk.group, low_of(a), a.high) : 0;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       int n = 4 * j + k, b = n % 8 / 2;
@@ -316,7 +316,7 @@ __device__ __forceinline__ void put_wide(
   for (int j = 0; j < 8; ++j) {
     float y[4], unit[4], origin[4];
     if (!MASK) walk.read(a, staged, unit, origin, units_for<ENTRY, DITHER>(a));
-    u32 word = DITHER && !MASK ? inverted_hash((u32)walk.group, a.low, a.high) : 0;
+    u32 word = DITHER && !MASK ? inverted_hash((u32)walk.group, low_of(a), a.high) : 0;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       int n = 4 * j + k, at = 4 * (n % 8);
@@ -354,6 +354,10 @@ __global__ void __launch_bounds__(256, 5) blocks_decode(const Args a) {
     u64 start = (u64)chunk * 1024;
     u32 valid = (u32)min(a.count - start, 1024ull);
     u32 base = (u32)a.heads[chunk], after = (u32)a.heads[chunk + 1];
+    if (REPLAYED && after > a.capacity) {
+      put_nothing<T>(a, start, valid, lane);
+      continue;
+    }
     u32 nibble = a.headers[(u64)chunk * 16 + lane / 2] >> (4 * (lane & 1)) & 15;
     if (__shfl_sync(~0u, nibble, 0) == 8) {
       read_raw<T, MASK, false>(a, start, base, valid, lane);

@@ -47,6 +47,11 @@ __device__ void read_escapes(const Args& a, u64 start, const u32* list, u32 esca
   }
 }
 
+// A chunk that did not fit its payload: nobody is to take what comes back for a value.
+template <typename T> __device__ __forceinline__ void put_nothing(const Args& a, u64 start, u32 valid, int lane) {
+  for (u32 i = lane; i < valid; i += 32) narrow(__uint_as_float(0x7fc00000u), (T*)a.x + start + i);
+}
+
 // What element i comes back as, bit for bit: itself where no code carries it. Where zero has a code, another value that
 // comes back as zero is minus zero.
 template <typename T, int ENTRY, int ZERO, bool DITHER> __device__ __forceinline__ u32 restored(const Args& a, u64 i) {
@@ -56,7 +61,7 @@ template <typename T, int ENTRY, int ZERO, bool DITHER> __device__ __forceinline
   u32 entry = entry_of<ENTRY>(a, i);
   int2 found = careful<T, ENTRY, DITHER>(a, i, x, entry);
   if (found.y) {
-    u32 shift = shift_of<DITHER>(DITHER ? hash((u32)(i >> 2), a.low, a.high) : 0, (int)(i & 3));
+    u32 shift = shift_of<DITHER>(DITHER ? hash((u32)(i >> 2), low_of(a), a.high) : 0, (int)(i & 3));
     int q = found.x + (int)centre_of<ENTRY>(a, entry);
     narrow(value_of<DITHER>(q, shift, bfloat(a.step[entry]) * 0.00390625f), &value);
     if (ZERO && widen(value) == 0.0f) return sizeof(T) == 4 ? 0x80000000u : 0x8000u;

@@ -62,7 +62,7 @@ __device__ __noinline__ int2 careful(float x, float inverse, const u16* step, co
 }
 template <typename T, int ENTRY, bool DITHER>
 __device__ __forceinline__ int2 careful(const Args& a, u64 i, float x, u32 entry) {
-  u32 shift = shift_of<DITHER>(DITHER ? hash((u32)(i >> 2), a.low, a.high) : 0, (int)(i & 3));
+  u32 shift = shift_of<DITHER>(DITHER ? hash((u32)(i >> 2), low_of(a), a.high) : 0, (int)(i & 3));
   int2 found = careful<T, DITHER>(x, a.inverse[entry], a.step + entry, a.bound + entry, shift);
   found.x -= (int)centre_of<ENTRY>(a, entry);
   return make_int2(found.x, found.y && found.x >= -2046 && found.x <= 2046);

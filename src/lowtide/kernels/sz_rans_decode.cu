@@ -135,7 +135,7 @@ __device__ __forceinline__ void decode_chunk(
     for (int r = 0; r < ROWS; ++r) {
       float y[4];
       if (!Entry<ENTRY>::constant && !MASK) walk.read(a, staged, unit, origin, units);
-      u32 word = DITHER && !MASK ? inverted_hash(g + r * 32, a.low, a.high) : 0;
+      u32 word = DITHER && !MASK ? inverted_hash(g + r * 32, low_of(a), a.high) : 0;
 #pragma unroll
       for (int k = 0; k < 4; ++k)
         y[k] = MASK ? 1.0f : Float::template value<DITHER>(Float::of(packed, word, 4 * r + k) - origin[k], unit[k]);
@@ -184,6 +184,13 @@ __global__ void __launch_bounds__(256, 5) rans_decode(const Args a) {
     u32 base = (u32)a.heads[3 * chunk];
     int length = a.heads[3 * chunk + 1];
     u32 escapes = (u32)a.heads[3 * chunk + 2];
+    if (REPLAYED) {
+      u32 words = 32 + (length + 1) / 2 + (escapes & 0xffff) + (escapes >> 16) * Type<T>::escape;
+      if ((u64)base + (length < 0 ? raw_words<T>(valid) : words) > a.capacity) {
+        put_nothing<T>(a, start, valid, lane);
+        continue;
+      }
+    }
     if (length < 0) {
       read_raw<T, MASK, true>(a, start, base, valid, lane);
       continue;
@@ -205,7 +212,7 @@ __global__ void __launch_bounds__(256, 5) rans_decode(const Args a) {
         if (!MASK) {
           u32 entry = entry_of<ENTRY>(a, i);
           float unit = bfloat(a.step[entry]) * 0.00390625f;
-          u32 shift = shift_of<DITHER>(DITHER ? hash((u32)(i >> 2), a.low, a.high) : 0, (int)(i & 3));
+          u32 shift = shift_of<DITHER>(DITHER ? hash((u32)(i >> 2), low_of(a), a.high) : 0, (int)(i & 3));
           y = value_of<DITHER>(q + (int)centre_of<ENTRY>(a, entry), shift, unit);
         }
         if (ZERO && q == 4096) y = 0.0f;

@@ -9,7 +9,7 @@ __device__ __forceinline__ u32 doubtful(const Args& a, u32 g) {
   Walk<ENTRY> walk;
   walk.begin(a, g);
   const int first = a.first - (ZERO ? 1 : 0);
-  u32 word = DITHER ? hash(g, a.low, a.high) : 0, found = 0;
+  u32 word = DITHER ? hash(g, low_of(a), a.high) : 0, found = 0;
   bool all = ZERO == 2 && bits_of(group) & SIGN<T>;  // then zeros are not known either
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
@@ -201,7 +201,7 @@ __device__ __forceinline__ void encode_chunk(
 #pragma unroll
     for (int r = ROWS - 1; r >= 0; --r) {
       if (!Entry<ENTRY>::constant) walk.read(a, staged, inverse, origin, scales, r);
-      u32 word = DITHER ? hash(g + r * 32, a.low, a.high) : 0;
+      u32 word = DITHER ? hash(g + r * 32, low_of(a), a.high) : 0;
       packed[r] = digits_of<T, ZERO, DITHER>(a.lowest, group[r], inverse, origin, word, least[r], most[r]);
       if (ZERO == 2) bits |= bits_of(group[r]);
       if (ENTRY != INNER) walk.next(a);

@@ -43,6 +43,7 @@ class WindowIndexKernel:
     carries_values: ClassVar[bool] = False
     takes_bound: ClassVar[bool] = False
     ticketed: ClassVar[bool] = True
+    replays: ClassVar[bool] = True
 
     @property
     def name(self) -> str:

@@ -53,6 +53,15 @@ def measure_memory(task: Task, session: Session | None) -> dict[str, Any]:
     return row
 
 
+def count(session: Session | None) -> dict[str, Any]:
+    """What Lowtide's ledger says, where forward and backward are one graph and nobody can look between them."""
+    if session is None:
+        return {}
+    sites = session.ledger.sites.values()
+    raw, held = sum(entry.raw_nbytes for entry in sites), sum(entry.held_nbytes for entry in sites)
+    return {"ledger_raw": raw, "ledger_held": held, "saves": sum(entry.saves for entry in sites)}
+
+
 def _read_allocator(task: Task, which: str) -> tuple[int, int]:
     """Bytes of the allocator's blocks, and bytes that were asked for."""
     stats = torch.cuda.memory_stats(task.device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from lowtide.app.shared.specs import Spec, UsageError
 from lowtide.app.shared.workload import Task
 from lowtide.errors import LowtideError, UnknownNameError
+from lowtide.graphs.step import GraphStep, graph_plainly
 from lowtide.recompute import blocks
 from lowtide.registry import METHODS
 from lowtide.session import Session, attach
@@ -40,17 +41,21 @@ class Variant:
     text: str
     method: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
+    is_graphed: bool = False  # forward and backward are replayed as a CUDA graph
 
     @classmethod
     def parse(cls, text: str) -> Variant:
         """``plain``, ``bold``, ``bold:blocks`` (its coder), ``fixed(linear=0.4 std, coder=rans)``, ``exact``, ..."""
         spec = Spec.parse(text)
-        if spec.name in OTHERS:
-            if spec.short or spec.options:
-                raise UsageError(f"{spec.name!r} has no options, got {text!r}")
-            return cls(spec.text)
         given = {**spec.options, **({"coder": spec.short} if spec.short else {})}
-        return cls(spec.text, *find_method(spec.name, given, reserved=_RESERVED, others=OTHERS, what=repr(text)))
+        is_graphed = spec.name not in ("checkpoint", "compile") and given.pop("graph", False) is True
+        if spec.name in OTHERS:
+            if given:
+                known = "no options but graph=true" if spec.name == "plain" else "no options"
+                raise UsageError(f"{spec.name!r} has {known}; got {text!r}")
+            return cls(spec.text, is_graphed=is_graphed)
+        found = find_method(spec.name, given, reserved=_RESERVED, others=OTHERS, what=repr(text))
+        return cls(spec.text, *found, is_graphed)
 
     @property
     def is_exact(self) -> bool:
@@ -68,15 +73,28 @@ class Variant:
     def attached(self, task: Task, *, seed: int, check: bool = False) -> Iterator[Session | None]:
         """Lowtide on the task's model for a while, if this variant is one of Lowtide's."""
         if not self.method:
-            yield None
+            with _graphed(task, self.is_graphed and not check, partial(graph_plainly, task.model)):
+                yield None
             return
         session = attach(
             task.model, self.method, optimizer=task.optimizer, seed=seed, check=check, **dict(self.options)
         )
         try:
-            yield session
+            with _graphed(task, self.is_graphed and not check, session.graph):
+                yield session
         finally:
             session.detach()
+
+
+@contextlib.contextmanager
+def _graphed(task: Task, is_graphed: bool, make: Callable[..., GraphStep]) -> Iterator[None]:
+    """The task's forward and backward as a CUDA graph for a while, captured in its fifth step."""
+    if is_graphed:
+        task.graphed = make(task.pass_through, warmup=4)
+    try:
+        yield
+    finally:
+        task.graphed = None
 
 
 def checkpoint_blocks(model: nn.Module) -> int:

@@ -164,15 +164,16 @@ class Task:
         self.items = self.inputs.numel() if workload.kind == "tokens" else batch
         self.optimizer = _make_optimizer(self.model)
         self.call: Callable[[Tensor], Tensor] = self.model
+        self.graphed: Callable[[Tensor, Tensor], Tensor] | None = None  # in place of pass_through
 
     def draw(self) -> tuple[Tensor, Tensor]:
         """A batch that has not been seen before, in the layout of the model."""
         inputs, target = self.data.batch(self.batch)
         return inputs.contiguous(memory_format=torch.channels_last) if self.channels_last else inputs, target
 
-    def forward(self) -> Tensor:
+    def forward(self, inputs: Tensor | None = None) -> Tensor:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
-            return self.call(self.inputs)
+            return self.call(self.inputs if inputs is None else inputs)
 
     def loss(self) -> Tensor:
         return self.score(self.forward().float(), self.target)
@@ -180,10 +181,16 @@ class Task:
     def step(self) -> Tensor:
         """One training step, all of it; the loss, which nobody has to wait for."""
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self.loss()
-        loss.backward()
+        run = self.graphed if self.graphed is not None else self.pass_through
+        loss = run(self.inputs, self.target)
         self.optimizer.step()
         return loss.detach()
+
+    def pass_through(self, inputs: Tensor, target: Tensor) -> Tensor:
+        """Forward and backward over a batch; the loss."""
+        loss = self.score(self.forward(inputs).float(), target)
+        loss.backward()
+        return loss
 
 
 def _make_optimizer(model: nn.Module) -> torch.optim.Optimizer:

@@ -1,0 +1,1 @@
+"""Training steps that are captured in a CUDA graph and replayed (docs/graphs.md)."""

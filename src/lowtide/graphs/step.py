@@ -1,0 +1,266 @@
+"""A training step that is captured in a CUDA graph once, and replayed: the host's work is done once, too.
+
+Numbers in brackets are the rules of docs/dataflow.md.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lowtide.errors import GraphError, LowtideWarning
+from lowtide.graphs.machine import Cuda, Graph, Machine
+from lowtide.graphs.recording import Overflow, Recording
+from lowtide.graphs.schedule import Mode, Schedule
+from lowtide.graphs.state import Buffers, Gradients
+from lowtide.kernels._workspaces import Cell
+from lowtide.ledger import Ledger
+from lowtide.sites import Sites
+
+_MOST_SLACK = 1.0
+_DUE = {Mode.MEASURE: True, Mode.SETTLE: False, Mode.REHEARSE: False}
+
+
+class Recorder(Protocol):
+    """The part of a pipeline that a captured step works with."""
+
+    @property
+    def sites(self) -> Sites: ...
+
+    @property
+    def ledger(self) -> Ledger: ...
+
+    def recorded(self, recording: Recording) -> Any: ...
+
+    def finish(self) -> None: ...
+
+
+class GraphStep:
+    """Made by ``Session.graph``. Call it with a batch, as the function that it was made of; it returns the same.
+
+    ``replays``, ``captures`` and ``overflows`` count what has happened so far.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        model: nn.Module,
+        parameters: Iterable[Tensor],
+        recorder: Recorder,
+        machine: Machine,
+        cell: Cell,
+        *,
+        warmup: int,
+        refresh: int,
+        slack: float,
+        is_measured: Callable[[], bool],
+        moves: Callable[[], int],
+    ) -> None:
+        """``is_measured``: whether statistics are wanted of this step. ``moves``: how often bounds have moved."""
+        if not 0 <= slack <= _MOST_SLACK:
+            raise GraphError(f"slack is a share of a payload, from 0 to {_MOST_SLACK:g}; got {slack!r}")
+        self._step = step
+        self._recorder, self._machine, self._cell = recorder, machine, cell
+        self._is_measured, self._count_moves = is_measured, moves
+        self._schedule = Schedule(warmup, refresh)
+        self._warmup, self._slack = warmup, slack
+        self._gradients, self._buffers = Gradients(parameters), Buffers(model)
+        self._graph: Graph | None = None
+        self._recording: Recording | None = None
+        self._inputs: list[Any] = []
+        self._output: Any = None
+        self._key: Any = None
+        self._strangers = 0  # calls in a row with inputs of another shape
+        self._moves = moves()
+        self._has_warned = False
+        self.calls = self.replays = self.captures = 0
+        self.overflows: list[tuple[int, Overflow]] = []  # with the number of the call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        self.calls += 1
+        key = (tree, *map(_kind, leaves))
+        if self._count_moves() != self._moves:
+            self._moves = self._count_moves()
+            self._drop()
+            self._schedule.prepare()
+        if not self._is_expected(key) or self._is_measured() or not torch.is_grad_enabled():
+            return self._run_beside(leaves, tree)
+        mode = self._schedule.next()
+        if mode is Mode.CAPTURE:
+            self._capture(leaves, tree)
+        elif mode is not Mode.REPLAY:
+            return self._run(leaves, tree, mode)
+        return self._replay(leaves, tree)
+
+    def describe(self) -> str:
+        """A line for the session's report."""
+        text = f"CUDA graph: {self.replays} of {self.calls} steps replayed, {self.captures} captures"
+        if self.overflows:
+            call, last = self.overflows[-1]
+            text += f", {len(self.overflows)} overflows, each repeated eagerly (the last one in call {call}: {last})"
+        return text
+
+    def _is_expected(self, key: Any) -> bool:
+        """Whether these are the inputs that a graph is, or will be, made for: those of the first call, as a rule."""
+        if self._key is None or key == self._key:
+            self._key, self._strangers = key, 0
+            return True
+        self._strangers += 1
+        if self._strangers >= self._warmup:  # they are here to stay
+            self._drop()
+            self._schedule.begin()
+            self._key, self._strangers = key, 0
+            return True
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "a CUDA graph is for inputs of one shape; this step has others and runs eagerly. Drop the last, "
+                f"incomplete batch of an epoch, or pad it. After {self._warmup} such steps in a row the graph follows",
+                LowtideWarning,
+                stacklevel=4,
+            )
+        return False
+
+    def _run_beside(self, leaves: list[Any], tree: Any) -> Any:
+        """A step that no graph is for. The graph is given up if there is no memory for both."""
+        if self._graph is not None and not self._machine.has_room_beside(self._graph):
+            self._drop()
+            self._schedule.prepare()
+        return self._run(leaves, tree, Mode.SETTLE if self._graph is not None else Mode.EAGER)
+
+    def _run(self, leaves: list[Any], tree: Any, mode: Mode) -> Any:
+        sites = self._recorder.sites
+        with ExitStack() as around:
+            around.enter_context(self._machine.eager())
+            around.enter_context(self._gradients.watched())
+            if mode in (Mode.MEASURE, Mode.REHEARSE):
+                around.enter_context(self._buffers.watched())
+            if mode is Mode.REHEARSE:
+                self._cell.advance()
+                recording = Recording(self._cell, self._slack, is_capturing=False)
+                around.enter_context(self._recorder.recorded(recording))
+            sites.due = _DUE.get(mode)
+            try:
+                output = _detached(self._call(leaves, tree))
+            finally:
+                sites.due = None
+        if mode in _DUE:
+            self._recorder.finish()
+        return output
+
+    def _call(self, leaves: list[Any], tree: Any) -> Any:
+        args, kwargs = pytree.tree_unflatten(leaves, tree)
+        return self._step(*args, **kwargs)
+
+    def _capture(self, leaves: list[Any], tree: Any) -> None:
+        _refuse_unsuitable(leaves)
+        self._inputs = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        recording = Recording(self._cell, self._slack, is_capturing=True)
+        self._buffers.prepare()
+        _forget_casts()
+
+        def body() -> Any:
+            self._cell.advance()
+            self._buffers.save()
+            return _detached(self._call(self._inputs, tree))
+
+        with self._recorder.recorded(recording), self._gradients.captured(), self._buffers.captured():
+            self._graph, self._output = self._machine.capture(body)
+        _forget_casts()
+        self._recording = recording
+        self._schedule.captured()
+        self.captures += 1
+
+    def _replay(self, leaves: list[Any], tree: Any) -> Any:
+        assert self._graph is not None and self._recording is not None, "there is a graph to replay"
+        for static, leaf in zip(self._inputs, leaves, strict=True):
+            if isinstance(static, Tensor):
+                static.copy_(leaf)
+        random = self._machine.random()
+        self._recording.begin_replay()
+        self._gradients.begin_replay()
+        self._graph.replay()
+        overflow = self._recording.look()
+        if overflow is not None:
+            return self._repeat(leaves, tree, overflow, random)
+        self._gradients.end_replay()
+        self.replays += 1
+        self._recorder.ledger.is_replayed = True
+        output = _copied(self._output)
+        if self._schedule.replayed(gets_old=self._recording.has_bounds):
+            self._drop()
+        return output
+
+    def _repeat(self, leaves: list[Any], tree: Any, overflow: Overflow, random: int) -> Any:
+        """What backward reads of a payload that did not fit is NaN: take the step back, and do it eagerly."""
+        self.overflows.append((self.calls, overflow))
+        self._gradients.undo()
+        self._buffers.undo()
+        self._machine.set_random(random)
+        self._drop()
+        self._slack = min(max(2 * self._slack, 1 / 16), _MOST_SLACK)
+        self._schedule.overflowed()
+        return self._run(leaves, tree, Mode.EAGER)
+
+    def _drop(self) -> None:
+        """Let go of the graph and its memory, when it has run; the gradients that parameters have stay theirs."""
+        if self._graph is not None:
+            self._machine.wait()
+        self._graph = self._recording = self._output = None
+        self._inputs = []
+        self._gradients.drop()
+
+
+class _Nothing:
+    """A recorder for steps that nothing is attached to."""
+
+    def __init__(self) -> None:
+        self.sites, self.ledger = Sites(1), Ledger()
+
+    def recorded(self, recording: Recording) -> Any:
+        return nullcontext()
+
+    def finish(self) -> None:
+        pass
+
+
+def graph_plainly(model: nn.Module, step: Callable[..., Any], *, warmup: int) -> GraphStep:
+    """The same without Lowtide, for comparison."""
+    device = next(model.parameters()).device
+    if device.type != "cuda":
+        raise GraphError(f"CUDA graphs need a model on an NVIDIA GPU; this one is on {device}")
+    return GraphStep(
+        step, model, model.parameters(), _Nothing(), Cuda(device), Cell(device), warmup=warmup, refresh=1, slack=0.0,
+        is_measured=lambda: False, moves=lambda: 0,
+    )  # fmt: skip
+
+
+def _kind(leaf: Any) -> Any:
+    return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
+
+
+def _refuse_unsuitable(leaves: list[Any]) -> None:
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            raise GraphError(f"input {number} of the step needs a gradient, which a replay would not give it")
+
+
+def _forget_casts() -> None:
+    """Autocast keeps copies of weights until it ends; those made before or inside of a capture must not outlive it."""
+    torch.clear_autocast_cache()
+
+
+def _detached(output: Any) -> Any:
+    return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
+
+
+def _copied(output: Any) -> Any:
+    """The next replay writes to the same tensors."""
+    return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, output)

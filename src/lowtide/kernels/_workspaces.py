@@ -1,0 +1,76 @@
+"""Memory through which the blocks of an encoder's grid find their places, and what the launches of a graph share.
+
+The words of a workspace carry the epoch of the launch that wrote them, so nobody has to clear them: no two launches
+that use the same words have the same epoch. A launch that was captured has the same one in every replay, so a graph has
+workspaces of its own, made inside of it: the op that fills them with zeros is captured, too. After it no word has the
+epoch of a launch of this replay that is yet to come, which is all that a launch relies on.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+SLOTS, _SLOT_NBYTES = 256, 8192  # where chunks that outgrow their stages go on
+_LAST_EPOCH = (1 << 30) - 1
+_STRIDE = 0x9E3779B1  # odd, so that 2**32 replays have different numbers; far apart, by the golden ratio
+
+_Stream = tuple[torch.device, int]
+
+
+class Workspace:
+    """Of one stream, so that no two launches use it at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._words = torch.zeros(1 << 16, dtype=torch.int64, device=device)
+        self._spill = torch.empty(SLOTS * _SLOT_NBYTES, dtype=torch.uint8, device=device)
+        self._epoch = 0
+
+    def next(self, grid: int) -> tuple[int, int, int]:
+        """The addresses of the words and of the slots, and the epoch, for a launch of ``grid`` blocks."""
+        if grid + 1 > self._words.numel() or self._epoch == _LAST_EPOCH:
+            self._words = torch.zeros(max(2 * grid, self._words.numel()), dtype=torch.int64, device=self._words.device)
+            self._epoch = 0
+        self._epoch += 1
+        return self._words.data_ptr(), self._spill.data_ptr(), self._epoch
+
+
+class Workspaces:
+    """One for each stream."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._spaces: dict[_Stream, Workspace] = {}
+
+    def next(self, device: torch.device, stream: int, grid: int) -> tuple[int, int, int]:
+        with self._lock:
+            space = self._spaces.get((device, stream))
+            if space is None:
+                space = self._spaces[(device, stream)] = Workspace(device)
+            return space.next(grid)
+
+
+class Cell:
+    """A number on the device, for the dither: another one in each replay. It outlives the graphs that read it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.number = torch.zeros(1, dtype=torch.int64, device=device)  # the kernels read its lower half
+
+    def advance(self) -> None:
+        self.number.add_(_STRIDE)
+
+
+class Replay(Workspaces):
+    """What all encoders of a graph are given; their payloads hand it on to the decoders."""
+
+    def __init__(self, cell: Cell) -> None:
+        super().__init__()
+        self._cell = cell
+
+    @property
+    def number_at(self) -> int:
+        return self._cell.number.data_ptr()
+
+
+EAGER = Workspaces()

@@ -1,0 +1,7 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+for folder in ("graphs", "kernels"):
+    sys.path.append(str(Path(__file__).resolve().parents[1] / folder))

@@ -1,0 +1,133 @@
+"""Saves while a graph is captured: nothing is learnt, nothing waits, room is fixed. The kernels run in the emulator."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from simt import requires_compiler
+from test_kernel_sz_cuda import emulated
+from torch import nn
+
+import lowtide
+from lowtide import kernels
+from lowtide.codecs.bitmask import BitMask
+from lowtide.graphs.recording import Recording
+from lowtide.kernels import _rows, _sz_cuda, _tickets
+from lowtide.kernels._sz_cuda import SzCuda
+from lowtide.kernels._workspaces import Cell
+
+pytestmark = requires_compiler
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    twin = kernels.twin
+    monkeypatch.setattr(
+        kernels, "twin", lambda codec, *like: SzCuda.of(codec) if codec.name == "sz" else twin(codec, *like)
+    )
+    monkeypatch.setattr(_sz_cuda, "_function", emulated)
+    monkeypatch.setattr(_sz_cuda, "current_stream", lambda device: 0)
+    monkeypatch.setattr(_sz_cuda, "_processors", lambda device: 1)
+    monkeypatch.setattr(_rows, "measure", lambda *args: None)
+    monkeypatch.setattr(BitMask, "replays", True, raising=False)
+
+
+class Net:
+    def __init__(self) -> None:
+        self.model = nn.Sequential(nn.Linear(40, 64), nn.ReLU(), nn.LayerNorm(64), nn.Linear(64, 8))
+        self.plain = copy.deepcopy(self.model)
+        self.tide = lowtide.attach(self.model, "fixed", linear="0.2 std", norm="0.2 std", min_size=1000)
+        self.pipeline = self.tide._pipeline
+        self.cell = Cell(torch.device("cpu"))
+        self.x = torch.randn(80, 40)
+
+    def run(self, model: nn.Module | None = None) -> list[torch.Tensor]:
+        model = model if model is not None else self.model
+        model.zero_grad()
+        model(self.x * 1).square().mean().backward()
+        return [item.grad.clone() for item in model.parameters()]
+
+    def record(self, *, is_capturing: bool = True) -> tuple[Recording, list[torch.Tensor]]:
+        recording = Recording(self.cell, 0.125, is_capturing=is_capturing)
+        with self.pipeline.recorded(recording):
+            return recording, self.run()
+
+    def known(self) -> list[object]:
+        return [(memo.saves, memo.rate, memo.plan, memo.survey) for memo in self.pipeline.sites._memos.values()]
+
+
+@pytest.fixture
+def net() -> Net:
+    made = Net()
+    for _ in range(3):
+        made.run()
+        made.tide.step()
+    made.pipeline.finish()
+    return made
+
+
+def distance(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
+    error = sum(float((one - other).square().sum()) for one, other in zip(some, others, strict=True))
+    return (error / sum(float(other.square().sum()) for other in others)) ** 0.5
+
+
+def test_a_captured_step_is_like_any_other_and_leaves_no_trace(net, monkeypatch):
+    expected, before = net.run(net.plain), net.known()
+    monkeypatch.setattr(_tickets.Ticket, "wait", lambda self: pytest.fail("somebody waits"))
+    recording, got = net.record()
+    monkeypatch.undo()
+    assert 0 < distance(got, expected) < 0.1
+    assert net.known() == before
+    assert len(net.pipeline.sites._memos) == 2 == len(recording._gauges) and recording.has_bounds
+    assert recording.look() is None
+    assert net.tide.ledger.held == 0 and net.pipeline.coded > 0
+
+
+def test_every_recording_has_other_dither(net):
+    first = net.record()[1]
+    assert distance(net.record()[1], first) == 0, "the same number, whatever the step"
+    net.tide.step()
+    assert distance(net.record()[1], first) == 0
+    net.cell.advance()
+    assert distance(net.record()[1], first) > 1e-4
+
+
+def test_what_does_not_fit_is_found(net):
+    sites = net.pipeline.sites
+    names = [key[0] for key in sites._memos]
+    for memo in sites._memos.values():
+        memo.rate = 1e-9
+    expected = net.run(net.plain)
+    recording, got = net.record()
+    assert recording.look() is None and distance(got, expected) < 0.1, "small tensors fit all the same"
+    net.x = torch.randn(800, 40)
+    recording, got = net.record()
+    found = recording.look()
+    assert found is not None and found.site in names and found.needed > found.room >= 1024
+    assert any(bool(gradient.isnan().any()) for gradient in got), "nobody takes them for gradients"
+    assert str(found) == f"{found.site} needed {found.needed} words and had {found.room}"
+    recording.begin_replay()
+    assert recording._gauges[0].ticket.status == -1
+
+
+def test_a_rehearsal_learns_and_uses_the_kernels_of_graphs(net, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        _sz_cuda, "_function", lambda *args, replayed=False, **rest: asked.append(replayed) or emulated(*args, **rest)
+    )
+    expected, saves = net.run(net.plain), [item[0] for item in net.known()]
+    recording, got = net.record(is_capturing=False)
+    assert distance(got, expected) < 0.1 and not recording._gauges
+    assert asked.count(True) == 5, "two encoders, two decoders, and one for the mask of ReLU"
+    assert [item[0] for item in net.known()] == [count + 1 for count in saves]
+
+
+def test_a_site_of_which_nothing_is_known_is_kept_as_it_is(net):
+    net.pipeline.sites._memos.clear()
+    recording, got = net.record()
+    assert distance(got, net.run(net.plain)) < 1e-6
+    reasons = {entry.reason for entry in net.tide.ledger.sites.values()}
+    assert any("before the graph was captured" in reason for reason in reasons)
+    assert not net.pipeline.sites._memos and not recording.has_bounds

@@ -1,0 +1,142 @@
+"""The kernels of ``sz`` as graphs have them, under the emulator: dither that changes, payloads that do not fit, and
+launches that are repeated with the same arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from guarded import Guarded
+from same_payload import assert_same_values
+from simt import requires_compiler
+from test_kernel_sz_cuda import emulated
+from torch import Tensor
+
+from lowtide.codecs.sz import Plan, Sz
+from lowtide.kernels import _sz_cuda
+from lowtide.kernels._sz_cuda import SzCuda
+from lowtide.kernels._workspaces import Cell, Replay
+from lowtide.records import Bound, Encoded
+
+CPU = torch.device("cpu")
+BOUND = 0.5
+TICKETS: list[Tensor] = []  # kept, because a launch that is repeated writes to them again
+
+
+@pytest.fixture(autouse=True)
+def guarded(monkeypatch: pytest.MonkeyPatch) -> Any:
+    shim = Guarded()
+    monkeypatch.setattr(_sz_cuda, "torch", shim)
+    monkeypatch.setattr(_sz_cuda, "_function", emulated)
+    monkeypatch.setattr(_sz_cuda, "current_stream", lambda device: 0)
+    monkeypatch.setattr(_sz_cuda, "_processors", lambda device: 1)
+    yield shim
+    shim.check()
+
+
+def make(coder: str, dtype: torch.dtype = torch.float32, count: int = 12 * 4096 + 77) -> tuple[SzCuda, Tensor, Plan]:
+    x = torch.randn(count)
+    x[100:400] *= 1e9
+    twin = SzCuda(Sz(coder=coder))
+    plan = twin.codec.plan(x.to(dtype), Bound.absolute(BOUND))
+    assert (plan.model is None) == (coder == "blocks")
+    return twin, x.to(dtype), plan
+
+
+def encode(twin: SzCuda, x: Tensor, plan: Plan, replay: Replay, room: int | None = None) -> tuple[Encoded, int]:
+    ticket = torch.full((1,), -1, dtype=torch.int64)
+    TICKETS.append(ticket)
+    encoded = twin.encode(x, seed=9, plan=plan, ticket=ticket, capacity=room, replay=replay)
+    return encoded, int(ticket)
+
+
+@requires_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("coder", ["blocks", "rans"])
+def test_every_replay_has_its_own_dither(coder: str, dtype: torch.dtype) -> None:
+    twin, x, plan = make(coder, dtype)
+    cell = Cell(CPU)
+    seen = []
+    for _ in range(3):
+        encoded, needed = encode(twin, x, plan, Replay(cell))
+        assert 0 < needed <= encoded.tensors["words"].numel()
+        decoded = twin.decode(encoded)
+        assert bool(((decoded.double() - x.double()).abs() <= BOUND).all())
+        seen.append(decoded)
+        cell.advance()
+    assert_same_values(seen[0], twin.decode(twin.encode(x, seed=9, plan=plan)), "number 0 is as outside of graphs")
+    coded = x.abs() < 1e6
+    for first, second in ((0, 1), (0, 2), (1, 2)):
+        errors = [(seen[one].double() - x.double())[coded] for one in (first, second)]
+        assert abs(float(torch.corrcoef(torch.stack(errors))[0, 1])) < 0.03, "errors of two replays are independent"
+
+
+@requires_compiler
+def test_a_mask_does_not_depend_on_the_replay() -> None:
+    x = torch.randn(9000).relu()
+    twin = SzCuda(Sz(coder="rans", keep_zeros=True))
+    plan = twin.codec.plan(x, Bound.absolute(BOUND))
+    cell = Cell(CPU)
+    cell.advance()
+    encoded, _ = encode(twin, x, plan, Replay(cell))
+    assert torch.equal(twin.nonzero(encoded), (x != 0).float())
+
+
+@requires_compiler
+@pytest.mark.parametrize("coder", ["blocks", "rans"])
+def test_what_did_not_fit_is_nan_and_the_rest_is_right(coder: str, guarded: Guarded) -> None:
+    """Nothing is read past the payload either: there is no memory there to be sure of."""
+    twin, x, plan = make(coder)
+    cell = Cell(CPU)
+    whole, needed = encode(twin, x, plan, Replay(cell))
+    expected = twin.decode(whole)
+    heads = whole.tensors["offsets" if coder == "blocks" else "heads"]
+    size = 1024 if coder == "blocks" else plan.model.alphabet.chunk
+    starts = (heads[:-1] if coder == "blocks" else heads[::3]).tolist()
+    for room in (0, 1, 31, needed // 3, starts[5], starts[5] - 1, needed - 1, needed):
+        encoded, told = encode(twin, x, plan, Replay(cell), room)
+        assert told == needed
+        decoded = twin.decode(encoded)
+        guarded.check()
+        ends = [*starts[1:], needed]
+        lost = [chunk for chunk, end in enumerate(ends) if end > room]
+        for chunk in range(len(starts)):
+            got, right = (values[chunk * size : (chunk + 1) * size] for values in (decoded, expected))
+            assert bool(got.isnan().all()) if chunk in lost else torch.equal(got, right), f"chunk {chunk} of {room}"
+
+
+@requires_compiler
+@pytest.mark.parametrize("coder", ["blocks", "rans"])
+def test_launches_can_be_repeated_with_the_same_arguments(coder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a replay does, a large payload and then a small one: nothing that a launch needs is used up by it."""
+    launches: list[tuple[Any, ...]] = []
+
+    class Recorded:
+        def __init__(self, function: Any) -> None:
+            self._function = function
+
+        def launch(self, *arguments: Any) -> None:
+            launches.append((self._function, arguments))
+            self._function.launch(*arguments)
+
+    monkeypatch.setattr(_sz_cuda, "_function", lambda *args, **options: Recorded(emulated(*args, **options)))
+    twin, x, plan = make(coder)
+    small = x[: 4096 + 9].clone()
+    cell = Cell(CPU)
+    replay = Replay(cell)
+    parts = [encode(twin, values, plan, replay)[0] for values in (x, small)]
+    words = replay._spaces[(CPU, 0)]._words
+    before = list(launches)
+    for _ in range(3):
+        x.copy_(torch.randn(len(x)) * 3)
+        small.copy_(torch.randn(len(small)) / 3)
+        cell.advance()
+        words.zero_()  # captured with the graph
+        for function, arguments in before:
+            function.launch(*arguments)
+        for values, encoded in zip((x, small), parts, strict=True):
+            error = (twin.decode(encoded).double() - values.double()).abs()
+            assert bool((error <= BOUND).all())
+            fresh, _ = encode(twin, values, plan, Replay(cell))
+            assert_same_values(twin.decode(encoded), twin.decode(fresh), "as if encoded anew")
