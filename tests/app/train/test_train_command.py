@@ -64,6 +64,7 @@ def test_help_tells_the_defaults(lowtide, capsys):
         ((*_DIGITS, "--batch", "5000"), "a batch of 5000 does not fit into an epoch of 1437 samples"),
         ((*_DIGITS, "--crop", "8"), "augment.crop moves by 8 pixels, but a picture has 8"),
         ((*_DIGITS, "--device", "gpu"), "cannot read 'gpu' as a device"),
+        ((*_DIGITS, "--graph"), "train.graph needs an NVIDIA GPU; this run is on cpu"),
         ((*_DIGITS, "--config", "none.toml"), "cannot read the configuration none.toml: No such file"),
         ((*_DIGITS, "--colour"), "unrecognized arguments: --colour"),
     ],

@@ -98,3 +98,25 @@ def test_augmentation_does_not_wait_for_the_device():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("method", ["plain", "fixed", "budget"])
+def test_steps_are_replayed(lowtide, tmp_path: Path, monkeypatch, method: str):
+    """Most of them, and training comes out as it does without."""
+    counts = []
+    close = Trainer.close
+
+    def closing(self: Trainer) -> None:
+        if self._graphed is not None:
+            counts.append((self._graphed.replays, self._graphed.calls))
+        close(self)
+
+    monkeypatch.setattr(Trainer, "close", closing)
+    arguments = ("train", *_RUN, "--epochs", "6", "--precision", "bf16", "--method", method)
+    results = []
+    for name, more in (("eager", ()), ("graph", ("--graph",))):
+        assert lowtide(*arguments, *more, "--out", name) == 0
+        results.append(json.loads((tmp_path / name / "result.json").read_text()))
+    ((replays, calls),) = counts
+    assert calls >= 90 and replays > calls / 2
+    assert abs(results[0]["accuracy"] - results[1]["accuracy"]) < 0.05 and results[1]["accuracy"] > 0.8

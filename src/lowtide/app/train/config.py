@@ -118,6 +118,7 @@ class Train(Section):
     label_smoothing: float = _setting(0.0, float, "share of a label given to all classes", low=0, high=1)
     clip: float | None = _setting(None, float, "largest norm of a step's gradients", low=0)
     deterministic: bool = _setting(False, bool, "bit-equal repeats on a GPU too, at some cost")
+    graph: bool = _setting(False, bool, "replay forward and backward as a CUDA graph: less work for the host")
 
 
 @dataclass(frozen=True, slots=True)

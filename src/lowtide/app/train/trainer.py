@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,19 +18,22 @@ from torch import Tensor, nn
 
 from lowtide.app.data import DataSet
 from lowtide.app.models import count_channels
+from lowtide.app.shared.specs import UsageError
 from lowtide.app.timeline import Timeline
 from lowtide.app.train.augment import Pictures
 from lowtide.app.train.batches import Batches
 from lowtide.app.train.checkpoints import CheckpointError
-from lowtide.app.train.config import PLAIN, Config
+from lowtide.app.train.config import PLAIN, Config, Train
 from lowtide.app.train.memory import Meter
 from lowtide.app.train.optimizers import make_optimizer
 from lowtide.app.train.schedules import make_schedule
 from lowtide.app.train.seeds import STEP, seed_everything
 from lowtide.errors import LowtideError
+from lowtide.graphs.step import GraphStep, graph_plainly
 from lowtide.growth import is_out_of_memory
 from lowtide.session import Session, attach
 
+_WARMUP = 12  # eager steps before forward and backward are captured
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -39,6 +43,8 @@ class Trainer:
     def __init__(self, config: Config, data: DataSet, model: nn.Module, device: torch.device) -> None:
         self.config, self.device, self.kind = config, device, data.kind
         train = config.train
+        if train.graph:
+            _check_graph(train, device)
         self.batches = Batches(data, batch=train.batch, device=device, seed=train.seed)
         self.steps_per_epoch = self.batches.steps
         self.steps = train.epochs * self.steps_per_epoch
@@ -54,6 +60,7 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(device.type, enabled=train.precision == "fp16")
         self.session = self._attach()
         self.meter = Meter(self.model, self.session, device)
+        self._graphed = self._graph() if train.graph else None
 
     def step(self, number: int, timeline: Timeline | None = None) -> Tensor:
         """One step, all of it; the loss, which nobody has to wait for. A timeline follows its memory."""
@@ -65,6 +72,17 @@ class Trainer:
         if self.pictures is not None:
             inputs = self.pictures.training(inputs, number)
         self.optimizer.zero_grad(set_to_none=True)
+        if self._graphed is not None and timeline is None:
+            loss = self._graphed(inputs, targets)
+        else:
+            loss = self._pass(inputs, targets, timeline)
+        if self.session is not None:
+            self.session.watch(loss)
+        self._update()
+        return loss
+
+    def _pass(self, inputs: Tensor, targets: Tensor, timeline: Timeline | None = None) -> Tensor:
+        """Forward and backward."""
         with contextlib.ExitStack() as stack:
             if timeline is not None:
                 stack.enter_context(timeline.following())
@@ -73,12 +91,9 @@ class Trainer:
             loss = self._score(output, targets, smoothing=self.config.train.label_smoothing)
             del output
             self.meter.after_forward()
-            if self.session is not None:
-                self.session.watch(loss)
             if timeline is not None:
                 stack.enter_context(timeline.backward())
             self.scaler.scale(loss).backward()
-        self._update()
         return loss.detach()
 
     def evaluate(self) -> tuple[float, float]:
@@ -128,6 +143,10 @@ class Trainer:
         options = {"optimizer": self.optimizer, "seed": self.config.train.seed, **method.options}
         return attach(self.model, method.name, **options)
 
+    def _graph(self) -> GraphStep:
+        make = partial(graph_plainly, self.model) if self.session is None else self.session.graph
+        return make(self._pass, warmup=_WARMUP)
+
     def _make_pictures(self, data: DataSet, model: nn.Module) -> Pictures:
         return Pictures(
             self.config.augment,
@@ -165,6 +184,15 @@ class Trainer:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.clip)
         self.scaler.step(self.optimizer)
         self.scaler.update()
+
+
+def _check_graph(train: Train, device: torch.device) -> None:
+    if device.type != "cuda":
+        raise UsageError(f"train.graph needs an NVIDIA GPU; this run is on {device}")
+    if train.precision == "fp16":
+        raise UsageError("train.graph is for fp32, tf32 and bf16: in fp16 the scale of the loss changes between steps")
+    if train.deterministic:
+        raise UsageError("train.graph and train.deterministic exclude each other: a replay has dither of its own")
 
 
 def as_logits(output: Any) -> Tensor:
