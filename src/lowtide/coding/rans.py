@@ -114,7 +114,7 @@ def fit(q: Tensor, zero: Tensor | None, count: int, before: Model | None = None)
 
 def _fit(q: Tensor, zero: Tensor | None, values: int, count: int) -> Model:
     rows = ROWS[values]
-    while rows > _FEWEST_ROWS and count < rows * ROW * _MANY_CHUNKS:  # small tensors: keep all of a GPU at work
+    while rows // 2 >= _FEWEST_ROWS and count < rows * ROW * _MANY_CHUNKS:  # small tensors: keep all of a GPU at work
         rows //= 2
     size, low = _window(q, zero, _LARGEST[values])
     digits = Alphabet(values, size, low, zero is not None, 0, rows).digits(q, zero)
