@@ -237,10 +237,10 @@ def entropy(counts: Tensor, numel: int) -> float:
 
 def group(counts: Tensor, groups: int) -> Tensor:
     """The group of each channel, from its counts of symbols."""
-    channels = len(counts)
+    channels, device = len(counts), counts.device
     own = torch.stack([torch.special.entr(row / row.sum()).sum() for row in counts])
-    found = torch.empty(channels, dtype=torch.int64, device=counts.device)
-    found[own.argsort()] = torch.arange(channels, device=counts.device) * groups // channels
+    found = torch.empty(channels, dtype=torch.int64, device=device)
+    found[own.argsort()] = torch.arange(channels, device=device) * groups // channels
     for _ in range(MOVES):
         tables = counts.new_zeros(groups, counts.shape[1]).index_add_(0, found, counts)
         share = tables / tables.sum(1, keepdim=True).clamp(min=1)
@@ -280,9 +280,9 @@ def _whole(q: Tensor, zero: Tensor | None) -> Part:
 def measure(codes: Codes, numel: int) -> dict[str, Any]:
     """Columns of a row; ``numel`` values are saved, of which codes may be a part."""
     found: dict[str, Any] = {}
-    streams = {"plain": codes, "row": codes.predicted("row"), "plane": codes.predicted("plane")}
-    coded = {}
-    for name, stream in {**streams, "centred": codes.centred()}.items():
+    coded: dict[str, dict[int, float]] = {}
+    streams = (codes, codes.predicted("row"), codes.predicted("plane"), codes.centred())
+    for name, stream in zip(ORDERS[:4], streams, strict=True):
         coded[name] = {size: code([(stream.q, stream.zero)], size, numel, strict=True) for size in FORCED}
         found[f"entropy_{name}"] = entropy(count(stream.symbols()), numel)
         found[f"coded_{name}"] = min(coded[name].values())
@@ -380,12 +380,11 @@ def show(rows: list[dict[str, Any]]) -> list[str]:
         cells = []
         for case in dict.fromkeys(tuple(row[name] for name in CASE) for row in rows):
             mine = [row for row in rows if tuple(row[name] for name in CASE) == case]
-            for family in ("linear", "norm", "all"):
+            for family in (*sorted({row["family"] for row in mine}), "all"):
                 chosen = [row for row in mine if family in (row["family"], "all")]
-                if chosen:
-                    plain = total(chosen, kind, ("plain",))
-                    changes = [f"{total(chosen, kind, names) / plain - 1:+.1%}" for names in ways.values()]
-                    cells.append((*map(str, case), family, f"{plain:.3f}", *changes))
+                plain = total(chosen, kind, ("plain",))
+                changes = [f"{total(chosen, kind, names) / plain - 1:+.1%}" for names in ways.values()]
+                cells.append((*map(str, case), family, f"{plain:.3f}", *changes))
         lines += [f"bits a value, {kind}", *table((*CASE, "sites", "plain", *ways), cells), ""]
     return lines[:-1]
 
