@@ -56,13 +56,21 @@ def test_no_revision_where_there_is_no_git(monkeypatch):
         raise FileNotFoundError("git")
 
     monkeypatch.setattr(subprocess, "run", missing)
+    monkeypatch.setattr(rows, "ARCHIVED", "$Format$")
     assert rows.find_revision() == ""
 
 
 def test_no_revision_of_somebody_elses_repository(monkeypatch, tmp_path):
     """An installed package may lie inside a repository that does not track it."""
     monkeypatch.setattr(rows, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(rows, "ARCHIVED", "$Format$")
     assert rows.find_revision() == ""
+
+
+def test_sources_from_an_archive_know_their_commit(monkeypatch, tmp_path):
+    monkeypatch.setattr(rows, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(rows, "ARCHIVED", "0123456789abcdef")
+    assert rows.find_revision() == "0123456789ab"
 
 
 def test_a_revision_has_a_plus_where_the_sources_differ(monkeypatch):

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from lowtide._version import ARCHIVED
 from lowtide.app.shared.specs import UsageError
 
 ENVIRONMENT = ("run", "date", "revision", "device", "torch", "triton")
@@ -91,9 +92,9 @@ def now() -> str:
 
 
 def find_revision() -> str:
-    """The commit of the sources, with a plus if they differ from it; empty where they are not in a repository."""
+    """The commit of the sources, with a plus if they differ from it; empty where neither git nor an archive says it."""
     if _git("ls-files", "--error-unmatch", "__init__.py") is None:
-        return ""
+        return "" if ARCHIVED.startswith("$") else ARCHIVED[:12]
     commit, changes = _git("rev-parse", "--short=12", "HEAD"), _git("status", "--porcelain", "--", ".")
     return f"{commit or ''}{'+' if changes else ''}"
 
