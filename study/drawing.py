@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from html import escape
 
@@ -9,6 +10,7 @@ from lowtide.app.report.scales import Axis
 
 Line = tuple[str, Sequence[tuple[float, float]]]
 
+_COLUMNS = 2
 _WIDTH, _HEIGHT, _GAP = 420.0, 260.0, 24.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52.0, 18.0, 26.0, 36.0
 # After Okabe and Ito, whose colours people tell apart whatever they see of colour; dashes tell them apart too.
@@ -16,12 +18,13 @@ _COLOURS = ("#666666", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#
 _DASHES = ("", "", "7 3", "2 3", "9 3 2 3", "7 3", "2 3", "9 3 2 3", "")
 
 
-def draw(title: str, panels: Sequence[tuple[str, Sequence[Line]]], *, forms: Sequence[Callable[[float], str]]) -> str:
-    """Panels side by side, each with a heading, its lines, and a form for its ticks; one legend for all."""
+def draw(title: str, panels: Sequence[tuple[str, Sequence[Line]]], *, form: Callable[[float], str]) -> str:
+    """Panels two by two, each with a heading and its lines; one legend for all. ``form`` writes the ticks."""
     names = list(dict.fromkeys(name for _, lines in panels for name, _ in lines))
     styles = {name: index % len(_COLOURS) for index, name in enumerate(names)}
-    width = len(panels) * _WIDTH + (len(panels) - 1) * _GAP
-    height = _HEIGHT + 18.0 * len(names) + 8
+    width = _COLUMNS * _WIDTH + (_COLUMNS - 1) * _GAP
+    bottom = math.ceil(len(panels) / _COLUMNS) * (_HEIGHT + _GAP) - _GAP
+    height = bottom + 18.0 * len(names) + 8
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
         f'height="{height:g}" role="img" aria-label="{escape(title)}">',
@@ -29,11 +32,12 @@ def draw(title: str, panels: Sequence[tuple[str, Sequence[Line]]], *, forms: Seq
         "<style>text{font:12px sans-serif;fill:#555}.grid{stroke:#999;stroke-opacity:.3}.line{fill:none;"
         "stroke-width:1.8}@media(prefers-color-scheme:dark){text{fill:#bbb}}</style>",
     ]
-    for index, ((heading, lines), form) in enumerate(zip(panels, forms, strict=True)):
-        parts.append(f'<g transform="translate({index * (_WIDTH + _GAP):g} 0)">')
+    for index, (heading, lines) in enumerate(panels):
+        row, column = divmod(index, _COLUMNS)
+        parts.append(f'<g transform="translate({column * (_WIDTH + _GAP):g} {row * (_HEIGHT + _GAP):g})">')
         parts += [*_panel(heading, lines, styles, form), "</g>"]
     for index, name in enumerate(names):
-        y = _HEIGHT + 18.0 * index + 8
+        y = bottom + 18.0 * index + 8
         parts.append(f'<path class="line" d="M{_LEFT:g} {y:g}h30"{_stroke(styles[name])}/>')
         parts.append(f'<text x="{_LEFT + 38:g}" y="{y + 4:g}">{escape(name)}</text>')
     return "\n".join([*parts, "</svg>", ""])

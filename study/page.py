@@ -25,33 +25,36 @@ from lowtide.reports.text import size
 STUDY = Path(__file__).parent
 PAGE = Path("docs") / "results.md"
 MISSING = "not run yet"
-# What is claimed of the default on every CIFAR-10 net: points of accuracy, width of the interval, ratios.
+# What is asked of the default on every CIFAR-10 net: points of accuracy, width of the interval, ratios.
 CLOSE, NARROW, CONVOLUTIONS, ALL = 0.1, 0.2, 15.0, 12.0
-_CLAIMED_ON = "cifar10_"
+_ASKED_OF = "cifar10_"
 _PICTURES = ("cifar10", "imagefolder")
 _INTRODUCTION = """# Results
 
-Made by `python study/page.py`; do not edit. Every number in the tables comes from the files in
-[study/results](../study/results), those marked *published* from [study/literature.csv](../study/literature.csv). The
-tables are what `study/*.toml` say, trained by `python study/run.py study/*.toml --data DATA`. What has no runs yet is
-said to have none.""".splitlines()
-_CLAIM = f"""Claimed of `budget` as it comes, on each CIFAR-10 net: accuracy within {CLOSE:g} points of plain training,
-or an interval that holds zero and is no wider than {NARROW:g}; inputs of convolutions at least {CONVOLUTIONS:g}x
-smaller in float32 terms on average over training, all that is saved at least {ALL:g}x."""
+Made by `python study/page.py`; do not edit. Every number comes from the files in [study/results](../study/results),
+those marked *published* from [study/literature.csv](../study/literature.csv). The tables are what `study/*.toml` say,
+trained by `python study/run.py study/*.toml --data DATA`; what [has not been run](#not-run-yet) is listed below.
+"""
+_GOAL = f"""Asked of `budget` as it comes, on each CIFAR-10 net: mean accuracy within {CLOSE:g} points of that of plain
+training, or an interval of the difference that holds zero and is no wider than {NARROW:g}; inputs of convolutions at
+least {CONVOLUTIONS:g}x smaller in float32 terms on average over training, all that is saved at least {ALL:g}x."""
 _POSTER = """The columns of COMET's table: accuracy of plain and of compressed training, and the inputs of all
 convolutions of a batch, in float32 and as held, ours averaged over training. Nets, data and ways of testing differ
 (ours shows mirror images too), so the lines stand beside each other and not against each other."""
 _METHOD = """## How it was measured
 
-- Runs of one seed begin with the same weights and see the same batches, crops and dropout masks; the difference is that
-  of the method ([compare.md](compare.md) has the interval). Accuracies are those after the last epoch, not the best;
-  those of pictures are of the mean output for a picture and its mirror image ([train.md](train.md#settings)).
+- Runs of one seed begin with the same weights and see the same batches, crops and dropout masks; what differs is the
+  method, and the order of sums on a GPU, by which even two equal runs drift apart. The interval is Student's over the
+  seeds ([compare.md](compare.md)). Accuracies are those after the last epoch, not the best; those of pictures are of
+  the mean output for a picture and its mirror image ([train.md](train.md#settings)).
 - *Convolutions*: bytes held for the inputs of convolutions, against four bytes a value. *All saved*: bytes held for
-  everything that the model saves for backward, against what plain training in float32 saves, counted on fake tensors.
-  Bytes are averaged over the epochs before they are divided; after the slash is the last epoch. *Own dtype*: the same
-  averages against what plain training saves in the precision of the run, for convolutions and for all.
-- *Held* is the mean over training, *peak* the largest allocation of the process, weights, data and optimizer included.
-  *Samples/s* are given for runs that had the device to themselves; most runs shared it.""".splitlines()
+  everything that the model saves for backward, against what plain training in float32 saves, counted on fake tensors;
+  plain training in 16 bits has about 2x there. Bytes are averaged over the epochs before they are divided; after the
+  slash is the last epoch. *Own dtype*: the same averages against what plain training saves in the precision of the run,
+  for convolutions and for all.
+- *Held* is the mean over training. *Peak* is the largest allocation of the process in the whole run: weights, data,
+  optimizer and the first steps included.
+- Speeds are given for runs that had the device to themselves; those of runs that shared it say nothing.""".splitlines()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,10 +79,10 @@ def make(study: Path) -> dict[str, str]:
     tables = [summarize_table(Experiment.read(path), results) for path in sorted(study.glob("*.toml"))]
     figures = {f"study/figures/{table.experiment.name}.svg": _figure(table, results) for table in tables if table.rows}
     parts = [
-        _INTRODUCTION,
+        _introduction(tables),
         _default(tables),
         _poster(tables, study / "literature.csv"),
-        *(_table(table) for table in tables),
+        *(_table(table) for table in tables if table.rows),
         _harm(tables),
         _missing(tables),
         _METHOD,
@@ -92,41 +95,49 @@ def make(study: Path) -> dict[str, str]:
     }
 
 
+def _introduction(tables: Sequence[Summary]) -> Iterator[str]:
+    yield _INTRODUCTION
+    wanted = sum(outcome.variant.seeds for table in tables for outcome in table.outcomes)
+    known = [table for table in tables if table.rows]
+    names = f" ({'; '.join(table.experiment.title for table in known)})" if known else ""
+    yield f"So far: {sum(len(table.rows) for table in known)} of {wanted} runs{names}."
+
+
 def _default(tables: Sequence[Summary]) -> Iterator[str]:
     yield "## The default against plain training"
     yield ""
-    yield _CLAIM
+    yield _GOAL
     yield ""
     rows = []
     for table in tables:
         outcome, metric = table.default, table.experiment.metric
-        if outcome is None:
+        if outcome is None or not outcome.rows:
             continue
-        verdict = judge(table) if table.experiment.name.startswith(_CLAIMED_ON) else ""
+        verdict = judge(table) if table.experiment.name.startswith(_ASKED_OF) else ""
         cells = [_value(table.base, metric), _value(outcome, metric), *_difference(outcome, metric)]
         cells += [_times(outcome.mean("conv_ratio_fp32_mean")), _times(outcome.mean("ratio_fp32_mean"))]
         rows.append([table.experiment.title, *cells, verdict])
-    heads = ["", "plain", "budget", "difference", "95 % interval", "convolutions", "all saved", "claim"]
-    yield from _markdown(heads, rows)
+    heads = ["", "plain", "budget", "difference", "95 % interval", "convolutions", "all saved", "what was asked"]
+    yield from _markdown(heads, rows) if rows else [f"{MISSING.capitalize()}."]
 
 
 def judge(table: Summary) -> str:
-    """Whether the claim holds for a net, and if not, what fails."""
+    """Whether a net has what is asked of the default, what it lacks if not, and how many seeds say so if not all do."""
     outcome = table.default
     if outcome is None or outcome.difference is None or table.base.value is None:
         return MISSING
-    if min(len(outcome.rows), len(table.base.rows)) < outcome.variant.seeds:
-        return "runs are missing"
-    difference, failed = outcome.difference, []
+    difference, lacking = outcome.difference, []
     low, high = difference.low, difference.high
     is_narrow = low is not None and high is not None and low <= 0 <= high and high - low <= NARROW
     if abs(difference.mean) > CLOSE and not is_narrow:
-        failed.append("accuracy")
+        lacking.append("accuracy")
     if (outcome.mean("conv_ratio_fp32_mean") or 0.0) < CONVOLUTIONS:
-        failed.append("convolutions")
+        lacking.append("convolutions")
     if (outcome.mean("ratio_fp32_mean") or 0.0) < ALL:
-        failed.append("all saved")
-    return f"fails: {', '.join(failed)}" if failed else "holds"
+        lacking.append("all saved")
+    seeds, wanted = min(len(outcome.rows), len(table.base.rows)), outcome.variant.seeds
+    so_far = f" ({seeds} of {wanted} seeds so far)" if seeds < wanted else ""
+    return f"missed{so_far}: {', '.join(lacking)}" if lacking else f"met{so_far}"
 
 
 def _poster(tables: Sequence[Summary], literature: Path) -> Iterator[str]:
@@ -137,7 +148,7 @@ def _poster(tables: Sequence[Summary], literature: Path) -> Iterator[str]:
     rows = []
     for table in tables:
         outcome = table.default
-        if outcome is None or table.experiment.settings["data"]["name"] not in _PICTURES:
+        if outcome is None or not outcome.rows or table.experiment.settings["data"]["name"] not in _PICTURES:
             continue
         raw, held = outcome.mean("conv_raw_fp32"), outcome.mean("conv_held_mean")
         values = [_value(table.base, "accuracy"), _value(outcome, "accuracy")]
@@ -156,13 +167,12 @@ def _table(table: Summary) -> Iterator[str]:
     experiment, metric = table.experiment, table.experiment.metric
     yield f"## {experiment.title}"
     yield ""
-    if not table.rows:
-        yield f"{MISSING.capitalize()}: `python study/run.py study/{experiment.name}.toml`."
-        return
     yield _conditions(table)
     yield ""
+    known = [outcome for outcome in table.outcomes if outcome.rows]
+    has_speeds = any(outcome.speed is not None for outcome in known)
     rows = []
-    for outcome in table.outcomes:
+    for outcome in known:
         cells = [f"{len(outcome.rows)} of {outcome.variant.seeds}", _value(outcome, metric)]
         cells += [
             *_difference(outcome, metric),
@@ -170,14 +180,14 @@ def _table(table: Summary) -> Iterator[str]:
         ]
         own = [_times(outcome.mean(name)) for name in ("conv_ratio_mean", "ratio_mean")]
         cells += [", ".join(filter(None, own)), _bytes(outcome.mean("held_mean")), _bytes(outcome.mean("peak"))]
-        rows.append([f"`{outcome.variant.text}`", *cells, _number(outcome.speed, "{:.0f}")])
+        rows.append([_name(outcome), *cells, *([_number(outcome.speed, "{:.0f}")] if has_speeds else [])])
     unit = "test loss" if metric == "loss" else "accuracy %"
     heads = ["", "runs", unit, "difference", "95 % interval", "convolutions, fp32", "all saved, fp32", "own dtype"]
-    yield from _markdown([*heads, "held", "peak", "samples/s"], rows)
-    yield ""
-    yield f"![Accuracy and ratio over the epochs](../study/figures/{experiment.name}.svg)"
+    yield from _markdown([*heads, "held", "peak", *(["samples/s"] if has_speeds else [])], rows)
     yield ""
     results, name = "../study/results", experiment.name
+    yield f"![{metric.capitalize()} and ratios over the epochs, means over the seeds](../study/figures/{name}.svg)"
+    yield ""
     yield f"[Curves of every run]({results}/curves/{name}), [layers of seed 0]({results}/layers/{name})."
 
 
@@ -188,44 +198,78 @@ def _conditions(table: Summary) -> str:
         return ", ".join(dict.fromkeys(row[column] for row in table.rows))
 
     where = f"{all_of('device')}, torch {all_of('torch')}, revision {all_of('revision')}"
-    return f"{all_of('epochs')} epochs, batch {all_of('batch')}, {all_of('precision')}; {where}."
+    shared = "; all runs shared the device with others" if all(row["alone"] != "True" for row in table.rows) else ""
+    return f"{all_of('epochs')} epochs, batch {all_of('batch')}, {all_of('precision')}; {where}{shared}."
 
 
 def _harm(tables: Sequence[Summary]) -> Iterator[str]:
     yield "## Where it loses"
     yield ""
-    lines = [f"- {line}" for table in tables for line in _losses(table)]
-    if not any(table.rows for table in tables):
-        lines = [f"{MISSING.capitalize()}."]
-    yield from lines or ["No method shows a loss: every interval holds zero or lies on the better side of it."]
+    known = [table for table in tables if table.rows]
+    lines = [f"- {table.experiment.title}: {line}" for table in tables for line in _losses(table)]
+    if known and not any(_is_worse(table, outcome) for table in known for outcome in table.outcomes):
+        lines.insert(0, "- No interval of a difference lies wholly on the worse side of zero.")
+    yield from lines or [f"{MISSING.capitalize()}."]
 
 
 def _losses(table: Summary) -> Iterator[str]:
     metric = table.experiment.metric
+    unit = "of loss" if metric == "loss" else "points"
+    form = "{:.4f}" if metric == "loss" else "{:.2f}"
+    possible = []
     for outcome in table.outcomes:
-        difference = outcome.difference
-        if difference is None or difference.low is None or difference.high is None:
-            continue
-        is_worse = difference.low > 0 if metric == "loss" else difference.high < 0
-        if is_worse:
-            mean, interval = _difference(outcome, metric)
-            unit = "of loss" if metric == "loss" else "points"
-            yield f"{table.experiment.title}: `{outcome.variant.text}` differs by {mean} {unit}, {interval}."
-    if table.experiment.name.startswith(_CLAIMED_ON) and (verdict := judge(table)).startswith("fails"):
-        yield f"{table.experiment.title}: the claim above {verdict}."
+        mean, interval = _difference(outcome, metric)
+        worst = _worst(table, outcome)
+        if _is_worse(table, outcome):
+            yield f"{_name(outcome)} differs by {mean} {unit}, {interval}."
+        elif worst is not None and worst > 0:
+            possible.append(f"{form.format(worst)} with {_first_name(outcome)}")
+    if possible:
+        what = "a test loss higher by" if metric == "loss" else "a loss in points of"
+        yield f"intervals that hold zero allow for {what} {', '.join(possible)}."
+    if table.experiment.name.startswith(_ASKED_OF) and (verdict := judge(table)).startswith("missed"):
+        yield f"what is asked of the default is {verdict}."
+    yield from _peaks(table)
     for row in table.failures:
-        yield f"{table.experiment.title}: `{row['method']}`, seed {row['seed']}, failed: {row['error']}"
+        yield f"`{row['method']}`, seed {row['seed']}, failed: {row['error']}"
+
+
+def _worst(table: Summary, outcome: Outcome) -> float | None:
+    """The largest harm that the interval does not exclude, as a positive number."""
+    difference = outcome.difference
+    if difference is None or difference.low is None or difference.high is None:
+        return None
+    return difference.high if table.experiment.metric == "loss" else -difference.low
+
+
+def _is_worse(table: Summary, outcome: Outcome) -> bool:
+    difference = outcome.difference
+    if difference is None or difference.low is None or difference.high is None:
+        return False
+    return difference.low > 0 if table.experiment.metric == "loss" else difference.high < 0
+
+
+def _peaks(table: Summary) -> Iterator[str]:
+    """Methods that need more memory than plain training at some time of a run, whatever they hold."""
+    base = table.base.mean("peak")
+    peaks = [(outcome, outcome.mean("peak")) for outcome in table.outcomes[1:]]
+    higher = [f"{_bytes(peak)} with {_first_name(outcome)}" for outcome, peak in peaks if base and peak and peak > base]
+    if higher:
+        yield f"the peak of a run is above plain training's {_bytes(base)}: {', '.join(higher)}."
 
 
 def _missing(tables: Sequence[Summary]) -> Iterator[str]:
     yield "## Not run yet"
     yield ""
-    lines = [
-        f"- {table.experiment.title}: `{outcome.variant.text}`, seeds {_missing_seeds(outcome)}"
-        for table in tables
-        for outcome in table.outcomes
-        if len(outcome.rows) < outcome.variant.seeds
-    ]
+    lines = []
+    for table in tables:
+        missing = [outcome for outcome in table.outcomes if len(outcome.rows) < outcome.variant.seeds]
+        if not table.rows:
+            lines.append(f"- {table.experiment.title}: nothing has been run of {', '.join(map(_name, missing))}")
+            continue
+        lines += [
+            f"- {table.experiment.title}: {_name(outcome)}, seeds {_missing_seeds(outcome)}" for outcome in missing
+        ]
     yield from lines or ["Nothing: every run of every table has a result."]
 
 
@@ -235,22 +279,23 @@ def _missing_seeds(outcome: Outcome) -> str:
 
 
 def _figure(table: Summary, results: Path) -> str:
-    """Accuracy (or loss) and the ratio of all that is saved, the mean over the seeds."""
+    """Accuracy (or loss), its last third once more, and ratios: means over the seeds."""
     metric = "loss" if table.experiment.metric == "loss" else "accuracy"
     score = 1.0 if metric == "loss" else 100.0
 
-    def lines(column: str, factor: float) -> list[Line]:
+    def lines(column: str, factor: float = 1.0, *, share: float = 1.0) -> list[Line]:
         found = [(o.variant.text, mean_curve(o, results, column)) for o in table.outcomes if o.rows]
-        return [(name, [(x, factor * y) for x, y in points]) for name, points in found if points]
+        last = max((x for _, points in found for x, _ in points), default=0.0)
+        kept = [(name, [(x, factor * y) for x, y in points if x > (1 - share) * last]) for name, points in found]
+        return [(name, points) for name, points in kept if points]
 
-    has_convolutions = any(outcome.mean("conv_ratio_fp32") for outcome in table.outcomes)
-    ratio = "conv_ratio_fp32" if has_convolutions else "ratio_fp32"
-    what = "inputs of convolutions" if has_convolutions else "all that is saved"
-    panels = [
-        ("test loss" if metric == "loss" else "test accuracy, %", lines(metric, score)),
-        (f"{what}: times smaller than in float32", lines(ratio, 1.0)),
-    ]
-    return draw(f"{table.experiment.title}: {metric} and ratio over the epochs", panels, forms=[_short, _short])
+    what = "test loss" if metric == "loss" else "test accuracy, %"
+    panels = [(what, lines(metric, score)), (f"{what}: the last third", lines(metric, score, share=1 / 3))]
+    ratios = (("conv_ratio_fp32", "inputs of convolutions"), ("ratio_fp32", "all that is saved"))
+    for column, of_what in ratios:
+        if any(outcome.mean(column) for outcome in table.outcomes[1:]):
+            panels.append((f"{of_what}: times smaller than in float32", lines(column)))
+    return draw(f"{table.experiment.title}: {metric} and ratios over the epochs", panels, form=_short)
 
 
 def _short(value: float) -> str:
@@ -262,6 +307,15 @@ def _markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[s
     yield f"|{'---|' * len(heads)}"
     for row in rows:
         yield f"| {' | '.join(row)} |"
+
+
+def _name(outcome: Outcome) -> str:
+    """As code; names that mean the same with a sign between them."""
+    return " = ".join(f"`{text}`" for text in outcome.variant.text.split(" = "))
+
+
+def _first_name(outcome: Outcome) -> str:
+    return f"`{outcome.variant.text.split(' = ')[0]}`"
 
 
 def _value(outcome: Outcome, metric: str) -> str:
