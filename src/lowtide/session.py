@@ -132,7 +132,7 @@ class Session:
     def _begin_step(self) -> None:
         """Have what the controller asks for measured in the step that begins now; as a rule that is nothing."""
         self._forwards = 0
-        wish = self.controller.wants(self._pipeline.step)
+        wish = self._collector.reduce(self.controller.wants(self._pipeline.step))
         if wish is not None:
             self._collector.begin(wish)
         self._capture.on_named = self._collector.observe if wish is not None else None
@@ -144,7 +144,7 @@ class Session:
         return Report.of(self.ledger, self.method, self.controller.noise_by_site(), events)
 
     def graph(
-        self, step: Callable[..., Any], *, warmup: int = 12, refresh: int = 256, slack: float = 1 / 8
+        self, step: Callable[..., Any], *, warmup: int = 12, refresh: int = 256, slack: float = 1 / 16
     ) -> GraphStep:
         """A function that does what ``step`` does as a CUDA graph: on the host it costs one launch.
 
@@ -154,7 +154,8 @@ class Session:
         Args:
             warmup: eager calls before the first capture, 3 or more.
             refresh: replays at most before bounds and tables are measured anew and another graph is captured.
-            slack: room for each payload beyond what its site took last, as a share of it; 1 at most.
+            slack: room for each payload beyond what its site took last, as a share of it, in the first graph; 1 at
+                most. Later ones have what payloads that grow need, and as little as a 64th where they do not.
         """
         if not self._modules:
             raise GraphError("graph() needs a model that Lowtide is attached to")

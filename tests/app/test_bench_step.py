@@ -264,6 +264,32 @@ def test_memory_is_counted_above_the_static_state(cuda):
     assert row == {"static": 1000, "held": 100, "peak": 150, "held_requested": 100, "peak_requested": 150}
 
 
+class FakeGraph:
+    """Of 700 bytes; which of its next steps are replays is given. A last replay may let go of the graph."""
+
+    def __init__(self, *are_replays):
+        self.replays, self.nbytes, self.are_replays = 0, 0 if not are_replays[0] else 700, list(are_replays)
+
+    def step(self, cuda):
+        cuda.peak = cuda.current + 30
+        if self.are_replays.pop(0):
+            self.replays += 1
+        self.nbytes = 700 if self.are_replays and self.are_replays[0] else 0
+
+
+@pytest.mark.parametrize("are_replays", [(True, True), (True, False), (False, False, True)])
+def test_the_peak_of_a_graph_is_its_own_bytes_and_what_lies_beside_it(cuda, monkeypatch, are_replays):
+    graph = FakeGraph(*are_replays)
+    monkeypatch.setattr(FakeTask, "step", lambda self: graph.step(cuda))
+    assert meters.measure_graph(FakeTask(cuda), graph, None) == {"peak": 730}
+
+
+def test_steps_that_are_never_replayed_have_no_peak(cuda, monkeypatch):
+    graph = FakeGraph(*[False] * 100)
+    monkeypatch.setattr(FakeTask, "step", lambda self: graph.step(cuda))
+    assert meters.measure_graph(FakeTask(cuda), graph, None) == {} and len(graph.are_replays) == 100 - 16
+
+
 def test_a_wait_is_reported_and_the_mode_taken_back(cuda):
     message = r"failed: RuntimeError: called a synchronizing CUDA operation at app.bench.meters\.py:\d+"
     assert re.fullmatch(message, meters.check_waits(FakeTask(cuda)))

@@ -11,6 +11,7 @@ from torch import nn
 
 from lowtide import codecs
 from lowtide.bounds import BoundRule
+from lowtide.capture.gradients import Collector
 from lowtide.capture.momentum import Momentum
 from lowtide.controllers import Keep, _levels
 from lowtide.controllers._channels import ChannelBounds
@@ -18,6 +19,7 @@ from lowtide.controllers._safety import SafetyNet
 from lowtide.controllers._sharing import Part, divide
 from lowtide.errors import BoundError
 from lowtide.records import Bound, Kind, Need, Per
+from lowtide.statistics import Wish
 
 
 def test_levels_are_powers_of_the_fourth_root_of_two_not_above():
@@ -197,3 +199,19 @@ def test_a_weight_with_its_own_momentum_needs_no_shadow():
     momentum = Momentum(optimizer)
     momentum.update({"w": layer.weight})
     assert momentum.state_dict()["shadows"] == {}
+
+
+def test_steps_for_shadows_are_not_measured_where_the_optimizer_has_its_own():
+    layer, other = nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)
+    groups = [{"params": layer.parameters()}, {"params": other.parameters(), "momentum": 0.0}]
+    optimizer = torch.optim.SGD(groups, 0.1, momentum=0.5)
+    collector, shadow = Collector(optimizer), Wish(shadow=True)
+    assert Collector(None).reduce(shadow) is shadow and collector.reduce(shadow) is shadow, "nothing is known yet"
+    layer.weight.grad = torch.ones(1, 2)
+    optimizer.step()
+    assert collector.reduce(shadow) is None and collector.reduce(None) is None
+    wish = Wish(noise=True, momentum=True, shadow=True)
+    assert collector.reduce(wish) is wish, "the rest has to be measured"
+    other.weight.grad = torch.ones(1, 2)
+    optimizer.step()
+    assert collector.reduce(shadow) is shadow, "one group has none"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
+from no_waiting import no_waiting
 from torch import Tensor, nn
 
 import lowtide
@@ -64,24 +63,13 @@ def scribble(nbytes: int = MIB, times: int = 32) -> None:
         room.fill_(-1)
 
 
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that the mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize("staging", [MIB, 4 * MIB, 64 * MIB])
 def test_memory_is_not_used_again_while_it_is_being_copied_out(staging: int) -> None:
     store = Host(staging)
     store.put(payload(0))
     hold_up(link_of(store)._out)
     held = []
-    with no_waiting():
+    with no_waiting(is_idle=False):
         for number in range(12):
             held.append(store.put(payload(number)))
             scribble()
@@ -128,7 +116,7 @@ def test_backward_does_not_read_what_has_not_arrived_nor_write_where_it_is_still
     held = [store.put(payload(number)) for number in range(12)]
     torch.cuda.synchronize()
     results = []
-    with no_waiting():
+    with no_waiting(is_idle=False):
         for number in range(11, -1, -1):
             hold_up(link_of(store)._back)
             results.append((number, held[number].fetch().tensors["words"].sum()))

@@ -12,6 +12,8 @@ from torch.utils import _pytree as pytree
 
 
 class FakeGraph:
+    nbytes = 1000
+
     def __init__(self, parameters: list[Tensor], body: Callable[[], Any], output: Any) -> None:
         self._parameters, self._body, self._output = parameters, body, output
         self._static = [item.grad for item in parameters]

@@ -101,6 +101,29 @@ def test_buffers_that_change_are_put_back():
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
 
 
+def test_buffers_are_copied_in_lists_of_one_dtype(monkeypatch: pytest.MonkeyPatch):
+    """Or each would be a launch of its own."""
+    model = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(3)))
+    buffers, lists = Buffers(model), []
+    with buffers.watched():
+        model(torch.randn(8, 4))
+    copy = torch._foreach_copy_
+    monkeypatch.setattr(
+        torch, "_foreach_copy_", lambda to, of: lists.append([x.dtype for x in to + of]) or copy(to, of)
+    )
+    buffers.save()
+    assert not lists and not buffers.nbytes, "there is nowhere to save them"
+    buffers.prepare()
+    assert buffers.nbytes == 3 * (2 * 4 * 4 + 8)
+    for act in (buffers.save, buffers.undo):
+        lists.clear()
+        act()
+        assert sorted((len(item), *map(str, set(item))) for item in lists) == [
+            (6, "torch.int64"),
+            (12, "torch.float32"),
+        ]
+
+
 def test_a_buffer_that_is_replaced_is_refused():
     model = nn.BatchNorm1d(4)
     with pytest.raises(GraphError, match="place of the buffer running_mean"), Buffers(model).captured():

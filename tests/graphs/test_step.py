@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from typing import ClassVar
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.codecs.bitmask import BitMask
 from lowtide.errors import GraphError, LowtideWarning
+from lowtide.graphs import step as step_module
 from lowtide.graphs.recording import Overflow, Recording
+from lowtide.graphs.rooms import Rooms
 from lowtide.graphs.step import GraphStep
 from lowtide.kernels._workspaces import Cell
 
@@ -27,19 +30,31 @@ def _masks_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
 class Net:
     """A model in training, with Lowtide attached."""
 
-    def __init__(self, method: str = "exact", *, warmup: int = 4, refresh: int = 6, **options: object) -> None:
+    def __init__(
+        self,
+        method: str = "exact",
+        *,
+        warmup: int = 4,
+        refresh: int = 6,
+        momentum: float | None = None,
+        **options: object,
+    ) -> None:
+        """With ``momentum``, there is an optimizer, and it tells Lowtide when a step has ended."""
         torch.manual_seed(0)
         self.model = nn.Sequential(
             nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.25), nn.Linear(8, 4), nn.ReLU()
         )
         self.plain = copy.deepcopy(self.model)
+        if momentum is not None:
+            self.optimizer = options["optimizer"] = torch.optim.SGD(self.model.parameters(), 0.1, momentum=momentum)
         self.tide = lowtide.attach(self.model, method, min_size=0, **options)
         self.machine = FakeMachine(self.model)
         self.measured = False
         self.step = GraphStep(
             lambda x, y: self.run(self.model, x, y), self.model, self.model.parameters(), self.tide._pipeline,
             self.machine, Cell(torch.device("cpu")), warmup=warmup, refresh=refresh, slack=0.125,
-            is_measured=lambda: self.measured, moves=lambda: self.tide._moves,
+            is_measured=lambda: self.measured or self.tide._capture.on_named is not None,
+            moves=lambda: self.tide._moves,
         )  # fmt: skip
         self.tide._graphs.add(self.step)
 
@@ -78,6 +93,8 @@ def test_eager_steps_and_replays_leave_the_same():
     assert "CUDA graph: 10 of 14 steps replayed, 1 captures" in str(net.tide.report())
     assert net.tide.ledger.step == 14 and net.tide.ledger.held == 0
     assert net.tide.report().sites, "what the captured step held is what is reported"
+    batch, buffers = 4 * 16 * (6 + 4), 4 * (8 + 8) + 8
+    assert net.step.nbytes == 1000 + batch + buffers
 
 
 def test_gradients_add_up_as_backward_adds_them():
@@ -93,29 +110,27 @@ def test_a_replay_that_does_not_fit_is_repeated(monkeypatch: pytest.MonkeyPatch)
     net.train(6)
     look = Recording.look
 
-    def overflow(self: Recording) -> Overflow | None:
+    def overflow(self: Recording) -> list[Overflow]:
         for item in net.model.parameters():
             assert item.grad is None
         for _, static in net.step._gradients._static:
             static.fill_(torch.nan)
-        return Overflow("0:addmm.mat1", 2000, 1000)
+        return [Overflow("0:addmm.mat1", 2000, 1000), Overflow("4:addmm.mat1", 20, 10)]
 
     monkeypatch.setattr(Recording, "look", overflow)
     net.train(1)
     monkeypatch.setattr(Recording, "look", look)
-    assert net.step._graph is None and net.step._slack == 0.25
+    assert net.step._graph is None and net.step.nbytes == 0
     net.train(6)
     assert (net.step.captures, net.step.replays) == (2, 2 + 3)
-    assert (
-        "1 overflows, each repeated eagerly (the last one in call 7: 0:addmm.mat1 needed 2000 words and had 1000)"
-        in (net.step.describe())
-    )
+    expected = "the last one in call 7: 0:addmm.mat1 needed 2000 words and had 1000 and 1 more"
+    assert f"1 overflows, each repeated eagerly ({expected})" in net.step.describe()
 
 
 def test_an_overflow_while_gradients_add_up(monkeypatch: pytest.MonkeyPatch):
     net = Net(refresh=100)
     net.train(6)
-    monkeypatch.setattr(Recording, "look", lambda self: Overflow("", 2, 1))
+    monkeypatch.setattr(Recording, "look", lambda self: [Overflow("", 2, 1)])
     net.train(2, zero=False)
 
 
@@ -127,6 +142,7 @@ def test_steps_that_a_controller_measures_are_eager():
     net.measured = False
     net.train(1)
     assert (net.step.captures, net.step.replays) == (1, 3), "the graph is as good as before"
+    assert "3 of 9 steps replayed, 1 captures, 2 steps measured for the method" in net.step.describe()
     net.machine.is_roomy, net.measured = False, True
     net.train(1)
     assert net.step._graph is None, "there is no memory for both"
@@ -135,12 +151,86 @@ def test_steps_that_a_controller_measures_are_eager():
     assert net.step.captures == 2
 
 
+@pytest.mark.parametrize(("momentum", "replays", "measured"), [(0.9, 5, 1), (0.0, 0, 10)])
+def test_comet_needs_no_eager_steps_where_the_optimizer_has_a_momentum(momentum, replays, measured):
+    """It keeps one itself where there is none, in the 32 steps before each of its periods."""
+    net = Net("comet", warmup=4, momentum=momentum, period=12)
+    for _ in range(10):
+        net.optimizer.zero_grad()
+        net.step(torch.randn(16, 6), torch.randn(16, 4))
+        net.optimizer.step()
+    assert (net.step.replays, net.step.measured) == (replays, measured)
+
+
 def test_bounds_that_have_moved_make_another_graph():
     net = Net(refresh=100)
     net.train(6)
     net.tide._moves += 1
     net.train(4)
     assert net.step.captures == 2 and net.step.replays == 3
+
+
+class Sized(Recording):
+    """Of a step with one payload, whose bound gets old. ``needs`` are those of replays, ``rates`` of eager payloads."""
+
+    needs: ClassVar[list[float]] = []
+    rates: ClassVar[list[float]] = []
+    rooms: ClassVar[list[float]] = []
+
+    def __init__(self, cell: Cell, rooms: Rooms, *, is_capturing: bool) -> None:
+        super().__init__(cell, rooms, is_capturing=is_capturing)
+        self.has_bounds, self._room = True, rooms.of("a")
+        if is_capturing:
+            self.rooms.append(self._room.make(self.rates.pop(0)))
+
+    def look(self) -> list[Overflow]:
+        need = self.needs.pop(0)
+        self._room.note(need)
+        if need <= self.rooms[-1]:
+            return []
+        self._room.widen(need / self.rooms[-1] - 1)
+        return [Overflow("a", int(1000 * need), int(1000 * self.rooms[-1]))]
+
+
+@pytest.fixture
+def sized(monkeypatch: pytest.MonkeyPatch) -> type[Sized]:
+    monkeypatch.setattr(step_module, "Recording", Sized)
+    for name in ("needs", "rates", "rooms"):
+        monkeypatch.setattr(Sized, name, [])
+    return Sized
+
+
+def test_room_follows_what_payloads_need(sized):
+    """From graph to graph; with warmup 4 and refresh 6 a graph is six replays, and three eager steps lie between."""
+    net = Net(warmup=4, refresh=6)
+    sized.rates = [1.0, 1.0, 1.0, 1.0, 1.0]
+    sized.needs = [1.0] * 6 + [1.01, *[1.0] * 5] + [1.01] * 6 + [1.0, 1.1, 1.0]
+    net.train(4 + 6 + 3 + 6 + 3 + 6 + 3 + 2)
+    assert sized.rooms == pytest.approx([1.125, 1.0625, 1.01 * 1.03125, 1.01 * 1.015625])
+    assert len(net.step.overflows) == 1 and net.step.captures == 4
+    net.train(4)
+    short = 1.1 / (1.01 * 1.015625) - 1
+    assert sized.rooms[4:] == pytest.approx([1.1 * (1 + 2 * short)]), "what the last replay needed is known"
+
+
+def test_growth_within_a_graph_is_provided_for(sized):
+    net = Net(warmup=4, refresh=6)
+    sized.rates, sized.needs = [1.0, 1.08], [1.0, 1.02, 1.04, 1.06, 1.08, 1.1]
+    net.train(4 + 6 + 3)
+    sized.needs = [1.1]
+    net.train(1)
+    assert sized.rooms[1] == pytest.approx(1.1 * 1.2)
+
+
+@pytest.mark.parametrize(("replays", "slack"), [(15, 1 / 16), (16, 1 / 32)])
+def test_what_payloads_needed_under_another_bound_is_forgotten(sized, replays, slack):
+    """But not how they vary, if there were replays enough to tell."""
+    net = Net(warmup=4, refresh=100)
+    sized.rates, sized.needs = [1.0, 1.0, 0.5], [1.0] * (16 + replays) + [0.5]
+    net.train(4 + 16 + 3 + replays)
+    net.tide._moves += 1
+    net.train(4)
+    assert sized.rooms == pytest.approx([1.125, 1.0625, 0.5 * (1 + slack)])
 
 
 def test_inputs_of_another_shape_run_eagerly_until_they_are_the_rule():
@@ -158,15 +248,22 @@ def test_inputs_of_another_shape_run_eagerly_until_they_are_the_rule():
     assert net.step.captures == 2 and net.step._inputs[0].shape == (5, 6)
 
 
-def test_a_codec_that_cannot_be_captured_is_named():
-    net = Net("fixed", warmup=4)
-    net.train_once = lambda: net.step(torch.randn(16, 6), torch.randn(16, 4))
-    for _ in range(4):
-        net.train_once()
+@pytest.mark.parametrize(("method", "codec", "calls"), [("fixed", "sz", 4), ("actnn", "norm_groups", 5)])
+def test_a_codec_that_cannot_be_captured_is_named(method, codec, calls):
+    """Once a step has been captured, and not earlier: the first one of ``actnn`` is measured."""
+    net = Net(method, warmup=4, momentum=0.9)
+
+    def train() -> None:
+        net.optimizer.zero_grad()
+        net.step(torch.randn(16, 6), torch.randn(16, 4))
+        net.optimizer.step()
+
+    for _ in range(calls):
+        train()
     with pytest.raises(
-        GraphError, match=r"is held by the codec 'sz', which cannot be captured.*Those that can: bitmask"
+        GraphError, match=f"is held by the codec '{codec}', which cannot be captured.*Those that can: bitmask"
     ):
-        net.train_once()
+        net.step(torch.randn(16, 6), torch.randn(16, 4))
     assert not net.tide._pipeline._is_capturing
     assert all(item.grad is not None for item in net.model.parameters()), "as the last eager step has left them"
 

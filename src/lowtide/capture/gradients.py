@@ -60,6 +60,10 @@ class Collector:
         self._hooks: dict[int, Any] = {}  # by weight
         self._layers: dict[int, Producer] = {}  # those that ran last, by their nodes' numbers
 
+    def reduce(self, wish: Wish | None) -> Wish | None:
+        """What is left of a wish: nothing, if it is for a shadow of a momentum that the optimizer keeps itself."""
+        return None if wish == Wish(shadow=True) and self._momentum.is_the_optimizers() else wish
+
     def begin(self, wish: Wish) -> None:
         """A step begins in which this is to be measured."""
         self.close()

@@ -35,6 +35,16 @@ class Momentum:
             shadow = torch.zeros_like(weight.grad) if before is None else before.to(weight.grad.device)
             self._shadows[name] = shadow.lerp_(weight.grad, 1 - SHADOW_BETA)
 
+    def is_the_optimizers(self) -> bool:
+        """Whether the optimizer has a momentum wherever it has a gradient: then no shadow would ever be made.
+
+        That is the same for all weights of a group, so one of each is looked at.
+        """
+        groups = self._optimizer.param_groups if self._optimizer is not None else []
+        trained = [next((item for item in group["params"] if item.grad is not None), None) for group in groups]
+        found = [self._find(item) is not None for item in trained if item is not None]
+        return bool(found) and all(found)
+
     def mean(self, name: str, weight: Tensor) -> Tensor | None:
         """The mean of |m| as a device scalar; without a momentum or a shadow that of the gradient, if there is one."""
         found = self._find(weight)

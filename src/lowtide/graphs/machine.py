@@ -13,7 +13,10 @@ from lowtide.payloads import in_use
 
 
 class Graph(Protocol):
-    """Work that has been captured."""
+    """Work that has been captured; ``nbytes`` are those of its pool."""
+
+    @property
+    def nbytes(self) -> int: ...
 
     def replay(self) -> None: ...
 

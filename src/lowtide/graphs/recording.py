@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lowtide.codecs import Codec
 from lowtide.errors import GraphError
+from lowtide.graphs.rooms import Room, Rooms
 from lowtide.kernels import _tickets
 from lowtide.kernels._tickets import Ticket
 from lowtide.kernels._workspaces import Cell, Replay
@@ -38,9 +39,13 @@ class Overflow:
 
 @dataclass(frozen=True, slots=True)
 class _Gauge:
+    """A payload of the graph: the words that it has, and how to learn what it needs."""
+
     site: str
-    room: int
+    words: int
     ticket: Ticket
+    room: Room | None = None  # of its site, where sizes vary
+    numel: int = 1
 
 
 class Recording:
@@ -50,11 +55,11 @@ class Recording:
     nothing has to be compiled or loaded while a graph is captured.
     """
 
-    def __init__(self, cell: Cell, slack: float, *, is_capturing: bool) -> None:
+    def __init__(self, cell: Cell, rooms: Rooms, *, is_capturing: bool) -> None:
         self.replay = Replay(cell)
         self.is_capturing = is_capturing
         self.has_bounds = False  # what is baked into the graph gets old
-        self._slack = slack
+        self._rooms = rooms
         self._gauges: list[_Gauge] = []
         self._plans: list[Any] = []  # their tables are read by every replay
         if is_capturing:
@@ -75,36 +80,47 @@ class Recording:
         if not getattr(codec, "ticketed", False):
             encoded: Encoded = codec.encode(x, seed=seed)
             return encoded
-        encoded = codec.encode(x, seed=seed, ticket=self._ticket(site, 0))
+        encoded = codec.encode(x, seed=seed, ticket=self._ticket(_Gauge(site, 0, _tickets.take())))
         return encoded
 
     def encode_bounded(
         self, x: Tensor, codec: Any, site: str, seed: int, memo: Memo, bound: Bound, plan: Any
     ) -> Encoded:
-        """A payload with room for what the last one of its site took, and the slack."""
-        room = codec.room(memo.rate * (1 + self._slack) * x.numel())
+        """A payload with the room of its site."""
+        room = self._rooms.of(site)
+        words = codec.room(room.make(memo.rate) * x.numel(), slack=0.0)
+        ticket = self._ticket(_Gauge(site, words, _tickets.take(), room, max(x.numel(), 1)))
         self._plans.append(memo.plan)
         self.has_bounds = True
         encoded: Encoded = codec.encode(
-            x, bound, seed=seed, plan=plan, capacity=room, ticket=self._ticket(site, room), replay=self.replay
+            x, bound, seed=seed, plan=plan, capacity=words, ticket=ticket, replay=self.replay
         )
         return encoded
 
-    def _ticket(self, site: str, room: int) -> Tensor:
-        ticket = _tickets.take()
-        self._gauges.append(_Gauge(site, room, ticket))
-        return ticket.word
+    def _ticket(self, gauge: _Gauge) -> Tensor:
+        self._gauges.append(gauge)
+        return gauge.ticket.word
 
     def begin_replay(self) -> None:
         """Forget what the last replay said, which must have been looked at."""
         for gauge in self._gauges:
             gauge.ticket.reset()
 
-    def look(self) -> Overflow | None:
-        """The first payload of the replay that did not fit; waits until the last one has been encoded."""
-        found = None
+    def look(self) -> list[Overflow]:
+        """The payloads of the replay that did not fit; waits until the last one has been encoded.
+
+        Rooms learn what their payloads needed, whether there was as much or not.
+        """
+        found = []
+        short: dict[Room, float] = {}  # several payloads may share a room
         for gauge in self._gauges:
-            needed = gauge.ticket.wait()
-            if needed > gauge.room and found is None:
-                found = Overflow(gauge.site, needed, gauge.room)
+            needed, room = gauge.ticket.wait(), gauge.room
+            if room is not None:
+                room.note(needed / gauge.numel)
+            if needed > gauge.words:
+                found.append(Overflow(gauge.site, needed, gauge.words))
+                if room is not None:
+                    short[room] = max(short.get(room, 0.0), needed / gauge.words - 1)
+        for room, share in short.items():
+            room.widen(share)
         return found

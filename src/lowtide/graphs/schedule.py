@@ -58,6 +58,11 @@ class Schedule:
         self.prepare()
         return True
 
+    @property
+    def has_lasted(self) -> bool:
+        """Whether the graph at hand has been replayed often enough to tell how payloads grow."""
+        return self._has_graph and self._replays >= min(_FIRST_INTERVAL, self._refresh)
+
     def prepare(self) -> None:
         """Something that is baked into the graph has changed, or may have: capture another one soon."""
         self._left, self._has_graph = max(self._left, len(_LAST)), False

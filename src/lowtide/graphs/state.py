@@ -93,7 +93,12 @@ class Buffers:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._changed: dict[str, Tensor] = {}
-        self._copies: list[Tensor] = []
+        self._groups: list[tuple[list[Tensor], list[Tensor]]] = []  # those that one launch can copy, and their copies
+
+    @property
+    def nbytes(self) -> int:
+        """Of the copies."""
+        return sum(copy.nbytes for _, copies in self._groups for copy in copies)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -116,15 +121,18 @@ class Buffers:
                 )
 
     def prepare(self) -> None:
-        """Memory for copies, outside of the graph."""
-        self._copies = [torch.empty_like(buffer) for buffer in self._changed.values()]
+        """Memory for copies, outside of the graph. Lists of mixed dtypes would be copied one by one."""
+        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for buffer in self._changed.values():
+            alike.setdefault((buffer.device, buffer.dtype), []).append(buffer)
+        self._groups = [(group, [torch.empty_like(buffer) for buffer in group]) for group in alike.values()]
 
     def save(self) -> None:
         """Part of the graph: what they were before the step."""
-        if self._copies:
-            torch._foreach_copy_(self._copies, list(self._changed.values()))
+        for buffers, copies in self._groups:
+            torch._foreach_copy_(copies, buffers)
 
     def undo(self) -> None:
-        if self._copies:
-            with torch.no_grad():
-                torch._foreach_copy_(list(self._changed.values()), self._copies)
+        with torch.no_grad():
+            for buffers, copies in self._groups:
+                torch._foreach_copy_(buffers, copies)

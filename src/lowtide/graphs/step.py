@@ -17,13 +17,13 @@ from torch.utils import _pytree as pytree
 from lowtide.errors import GraphError, LowtideWarning
 from lowtide.graphs.machine import Cuda, Graph, Machine
 from lowtide.graphs.recording import Overflow, Recording
+from lowtide.graphs.rooms import MOST, Rooms
 from lowtide.graphs.schedule import Mode, Schedule
 from lowtide.graphs.state import Buffers, Gradients
 from lowtide.kernels._workspaces import Cell
 from lowtide.ledger import Ledger
 from lowtide.sites import Sites
 
-_MOST_SLACK = 1.0
 _DUE = {Mode.MEASURE: True, Mode.SETTLE: False, Mode.REHEARSE: False}
 
 
@@ -44,7 +44,8 @@ class Recorder(Protocol):
 class GraphStep:
     """Made by ``Session.graph``. Call it with a batch, as the function that it was made of; it returns the same.
 
-    ``replays``, ``captures`` and ``overflows`` count what has happened so far.
+    ``calls``, ``measured`` (by the method's controller), ``captures``, ``replays`` and ``overflows`` count what has
+    happened so far.
     """
 
     def __init__(
@@ -63,13 +64,13 @@ class GraphStep:
         moves: Callable[[], int],
     ) -> None:
         """``is_measured``: whether statistics are wanted of this step. ``moves``: how often bounds have moved."""
-        if not 0 <= slack <= _MOST_SLACK:
-            raise GraphError(f"slack is a share of a payload, from 0 to {_MOST_SLACK:g}; got {slack!r}")
+        if not 0 <= slack <= MOST:
+            raise GraphError(f"slack is a share of a payload, from 0 to {MOST:g}; got {slack!r}")
         self._step = step
         self._recorder, self._machine, self._cell = recorder, machine, cell
         self._is_measured, self._count_moves = is_measured, moves
         self._schedule = Schedule(warmup, refresh)
-        self._warmup, self._slack = warmup, slack
+        self._warmup, self._rooms = warmup, Rooms(slack)
         self._gradients, self._buffers = Gradients(parameters), Buffers(model)
         self._graph: Graph | None = None
         self._recording: Recording | None = None
@@ -79,8 +80,8 @@ class GraphStep:
         self._strangers = 0  # calls in a row with inputs of another shape
         self._moves = moves()
         self._has_warned = False
-        self.calls = self.replays = self.captures = 0
-        self.overflows: list[tuple[int, Overflow]] = []  # with the number of the call
+        self.calls = self.measured = self.captures = self.replays = 0
+        self.overflows: list[tuple[int, list[Overflow]]] = []  # with the number of the call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = pytree.tree_flatten((args, kwargs))
@@ -88,9 +89,14 @@ class GraphStep:
         key = (tree, *map(_kind, leaves))
         if self._count_moves() != self._moves:
             self._moves = self._count_moves()
+            if self._schedule.has_lasted:
+                self._rooms.narrow()
+            self._rooms.forget()
             self._drop()
             self._schedule.prepare()
-        if not self._is_expected(key) or self._is_measured() or not torch.is_grad_enabled():
+        is_measured = self._is_measured()
+        self.measured += is_measured
+        if not self._is_expected(key) or is_measured or not torch.is_grad_enabled():
             return self._run_beside(leaves, tree)
         mode = self._schedule.next()
         if mode is Mode.CAPTURE:
@@ -102,10 +108,22 @@ class GraphStep:
     def describe(self) -> str:
         """A line for the session's report."""
         text = f"CUDA graph: {self.replays} of {self.calls} steps replayed, {self.captures} captures"
+        if self.measured:
+            text += f", {self.measured} steps measured for the method"
         if self.overflows:
             call, last = self.overflows[-1]
-            text += f", {len(self.overflows)} overflows, each repeated eagerly (the last one in call {call}: {last})"
+            more = f" and {len(last) - 1} more" if len(last) > 1 else ""
+            text += f", {len(self.overflows)} overflows, each repeated eagerly (the last one in call {call}: "
+            text += f"{last[0]}{more})"
         return text
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that belong to the graph and nobody else can use: its pool, and copies of the batch and of buffers."""
+        if self._graph is None:
+            return 0
+        inputs = sum(leaf.nbytes for leaf in self._inputs if isinstance(leaf, Tensor))
+        return self._graph.nbytes + inputs + self._buffers.nbytes
 
     def _is_expected(self, key: Any) -> bool:
         """Whether these are the inputs that a graph is, or will be, made for: those of the first call, as a rule."""
@@ -114,6 +132,7 @@ class GraphStep:
             return True
         self._strangers += 1
         if self._strangers >= self._warmup:  # they are here to stay
+            self._rooms.forget()
             self._drop()
             self._schedule.begin()
             self._key, self._strangers = key, 0
@@ -144,7 +163,7 @@ class GraphStep:
                 around.enter_context(self._buffers.watched())
             if mode is Mode.REHEARSE:
                 self._cell.advance()
-                recording = Recording(self._cell, self._slack, is_capturing=False)
+                recording = Recording(self._cell, self._rooms, is_capturing=False)
                 around.enter_context(self._recorder.recorded(recording))
             sites.due = _DUE.get(mode)
             try:
@@ -162,7 +181,8 @@ class GraphStep:
     def _capture(self, leaves: list[Any], tree: Any) -> None:
         _refuse_unsuitable(leaves)
         self._inputs = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        recording = Recording(self._cell, self._slack, is_capturing=True)
+        self._rooms.begin()
+        recording = Recording(self._cell, self._rooms, is_capturing=True)
         self._buffers.prepare()
         _forget_casts()
 
@@ -187,25 +207,25 @@ class GraphStep:
         self._recording.begin_replay()
         self._gradients.begin_replay()
         self._graph.replay()
-        overflow = self._recording.look()
-        if overflow is not None:
-            return self._repeat(leaves, tree, overflow, random)
+        overflows = self._recording.look()
+        if overflows:
+            return self._repeat(leaves, tree, overflows, random)
         self._gradients.end_replay()
         self.replays += 1
         self._recorder.ledger.is_replayed = True
         output = _copied(self._output)
         if self._schedule.replayed(gets_old=self._recording.has_bounds):
+            self._rooms.narrow()
             self._drop()
         return output
 
-    def _repeat(self, leaves: list[Any], tree: Any, overflow: Overflow, random: int) -> Any:
+    def _repeat(self, leaves: list[Any], tree: Any, overflows: list[Overflow], random: int) -> Any:
         """What backward reads of a payload that did not fit is NaN: take the step back, and do it eagerly."""
-        self.overflows.append((self.calls, overflow))
+        self.overflows.append((self.calls, overflows))
         self._gradients.undo()
         self._buffers.undo()
         self._machine.set_random(random)
         self._drop()
-        self._slack = min(max(2 * self._slack, 1 / 16), _MOST_SLACK)
         self._schedule.overflowed()
         return self._run(leaves, tree, Mode.EAGER)
 

@@ -124,9 +124,9 @@ class SzCuda(SzTwin):
             del encoded  # its room, before there is more
             capacity = most if capacity >= most // 2 else min(self.room(1.25 * words), most)
 
-    def room(self, words: float) -> int:
+    def room(self, words: float, slack: float = _SLACK) -> int:
         """Words to make room for where the last payload of the same place had ``words``."""
-        return int(words * (1 + _SLACK)) + 1024
+        return int(words * (1 + slack)) + 1024
 
     def settle(self, encoded: Encoded, x: Tensor, status: int, plan: Plan | None = None) -> Encoded:
         """The payload, now that ``status`` words are known to be needed for it; ``plan`` is what it was made by."""

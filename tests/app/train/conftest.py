@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "gpu"))  # what its tests share
 
 NET = """
 from torch import nn

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from no_waiting import no_waiting
 
 from lowtide.app.train import batches
 from lowtide.app.train.augment import Pictures
@@ -91,12 +92,8 @@ def test_augmentation_does_not_wait_for_the_device():
     )  # fmt: skip
     images = torch.randint(0, 256, (64, 3, 32, 32), dtype=torch.uint8, device="cuda")
     expected = pictures.training(images, 7)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         got = pictures.training(images, 7)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(got, expected)
 
 

@@ -1,0 +1,76 @@
+"""How much room the payloads of a graph have, site by site: what they took, and a slack that follows from their growth.
+
+Room that is not used is memory wasted; a payload that does not fit costs an eager step and another capture. So every
+site has a slack of its own: much where its payloads have grown from one replay to another, little where they have not.
+"""
+
+from __future__ import annotations
+
+MOST, LEAST = 1.0, 1 / 64
+
+
+class Room:
+    """Of the payloads of one site. Their sizes are in words a value."""
+
+    __slots__ = ("_base", "_needed", "_seen", "slack")
+
+    def __init__(self, slack: float) -> None:
+        self.slack = slack
+        self._seen = 0.0  # the most that a replay of the last graph needed
+        self._base = 0.0  # what this graph was captured for, without the slack
+        self._needed = 0.0  # the most that a replay of it needed
+
+    def begin(self) -> None:
+        """Another graph is captured."""
+        self._seen, self._base, self._needed = self._needed, 0.0, 0.0
+
+    def forget(self) -> None:
+        """What comes has other sizes."""
+        self._seen = self._base = self._needed = 0.0
+
+    def make(self, rate: float) -> float:
+        """How large to make it where the last eager payload took ``rate``; never more than twice that."""
+        base = max(rate, self._seen)
+        self._base = max(self._base, base)  # several payloads may share a site
+        return min(base * (1 + self.slack), rate * (1 + MOST))
+
+    def note(self, rate: float) -> None:
+        """What a replay needed."""
+        if rate > self._needed:
+            self._needed = rate
+
+    def widen(self, short: float) -> None:
+        """A replay needed more than there was, by this share of it."""
+        self.slack = min(2 * max(self.slack, short, LEAST), MOST)
+
+    def narrow(self) -> None:
+        """All replays of the graph have fitted: try with less, but have twice what they grew by."""
+        if self._base:
+            growth = self._needed / self._base - 1
+            self.slack = min(max(self.slack / 2, 2 * growth, LEAST), MOST)
+
+
+class Rooms:
+    """The rooms of all sites."""
+
+    def __init__(self, slack: float) -> None:
+        self._slack = slack
+        self._rooms: dict[str, Room] = {}
+
+    def of(self, site: str) -> Room:
+        room = self._rooms.get(site)
+        if room is None:
+            room = self._rooms[site] = Room(self._slack)
+        return room
+
+    def begin(self) -> None:
+        for room in self._rooms.values():
+            room.begin()
+
+    def forget(self) -> None:
+        for room in self._rooms.values():
+            room.forget()
+
+    def narrow(self) -> None:
+        for room in self._rooms.values():
+            room.narrow()
