@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,12 +32,24 @@ def weigher(site: Site, node: Any) -> Callable[[Tensor, Tensor], Tensor]:
 
     def weigh(x: Tensor, gy: Tensor) -> Tensor:
         weight = torch.empty(shape, dtype=x.dtype, device=x.device)
-        found: Tensor = torch.ops.aten.convolution_backward(
-            gy, x, weight, None, *window, *transposed, (False, True, False)
-        )[1]
+        with _without_trials():
+            found: Tensor = torch.ops.aten.convolution_backward(
+                gy, x, weight, None, *window, *transposed, (False, True, False)
+            )[1]
         return found
 
     return weigh
+
+
+@contextlib.contextmanager
+def _without_trials() -> Iterator[None]:
+    """``cudnn.benchmark`` tries every algorithm, those that want gigabytes of scratch memory too: not worth it here."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 @dataclass(frozen=True, slots=True)
