@@ -282,6 +282,26 @@ def test_parts_of_the_wrong_length_are_refused(example: Example) -> None:
     refused(example, {**parts, "freqs": parts["freqs"][:-1]}, "its shares do not sum to 4096: corrupted")
 
 
+def test_chunks_may_lie_in_any_order(example: Example) -> None:
+    parts = example.write()
+    heads, words = parts["heads"].view(-1, 3).clone(), parts["words"]
+    pieces = torch.tensor_split(words, heads[1:, 0].tolist())
+    order = [2, 0, 1]
+    lengths = torch.tensor([len(pieces[chunk]) for chunk in order])
+    heads[order, 0] = (lengths.cumsum(0) - lengths).int()
+    moved = {**parts, "heads": heads.flatten(), "words": torch.cat([pieces[chunk] for chunk in order])}
+    assert not torch.equal(moved["words"], words)
+    alphabet, count = example.model.alphabet, example.values.numel()
+    coded = (heads[:, 1] >= 0).repeat_interleave(alphabet.chunk)[:count]  # raw chunks have no codes
+    found, expected = (rans.read(parts, alphabet, dtype=example.values.dtype, count=count) for parts in (moved, parts))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or theirs is None or torch.equal(ours[coded], theirs[coded])
+    assert int(coded.sum()) > alphabet.chunk
+    heads[0, 0] = heads[1, 0]
+    refused(example, {**moved, "heads": heads.flatten()}, "contradict each other")
+
+
 @pytest.mark.parametrize("chunk", [0, 1, 2])
 @pytest.mark.parametrize(("number", "change"), [(0, 1), (0, -1), (1, 2), (1, -2), (1, -5000), (2, 1), (2, 1 << 16)])
 def test_heads_that_contradict_each_other_are_refused(example: Example, chunk: int, number: int, change: int) -> None:

@@ -3,6 +3,7 @@ launches that are repeated with the same arguments."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -91,16 +92,23 @@ def test_what_did_not_fit_is_nan_and_the_rest_is_right(coder: str, guarded: Guar
     cell = Cell(CPU)
     whole, needed = encode(twin, x, plan, Replay(cell))
     expected = twin.decode(whole)
-    heads = whole.tensors["offsets" if coder == "blocks" else "heads"]
     size = 1024 if coder == "blocks" else plan.model.alphabet.chunk
-    starts = (heads[:-1] if coder == "blocks" else heads[::3]).tolist()
-    for room in (0, 1, 31, needed // 3, starts[5], starts[5] - 1, needed - 1, needed):
+
+    def starts_of(encoded: Encoded) -> list[int]:
+        """Chunks of rans lie in the order in which they were ready."""
+        starts: Tensor = encoded.tensors["offsets"][:-1] if coder == "blocks" else encoded.tensors["heads"][::3]
+        return starts.tolist()
+
+    one = sorted(starts_of(whole))[5]
+    for room in (0, 1, 31, needed // 3, one, one - 1, needed - 1, needed):
         encoded, told = encode(twin, x, plan, Replay(cell), room)
         assert told == needed
         decoded = twin.decode(encoded)
         guarded.check()
-        ends = [*starts[1:], needed]
-        lost = [chunk for chunk, end in enumerate(ends) if end > room]
+        starts = starts_of(encoded)
+        follows = dict(itertools.pairwise([*sorted(starts), needed]))
+        lost = [chunk for chunk, start in enumerate(starts) if follows[start] > room]
+        assert len(lost) == sum(end > room for end in follows.values())
         for chunk in range(len(starts)):
             got, right = (values[chunk * size : (chunk + 1) * size] for values in (decoded, expected))
             assert bool(got.isnan().all()) if chunk in lost else torch.equal(got, right), f"chunk {chunk} of {room}"

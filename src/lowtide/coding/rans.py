@@ -14,8 +14,8 @@ states of 2**15. A chunk is a run of 32-bit words: the 32 states that decoding s
 one, the first in the low half), then its escapes. Codes come first (position << 16 | code & 0xFFFF), then values that
 no code carries (``lowtide.coding.exact``), each kind in any order. "Exactly zero" as an escaped code is 4096. A chunk
 that would not be smaller than raw values is raw: the values that it would come back as. ``heads`` has three numbers a
-chunk: its first word, where the chunk before it ends; the length of its stream, or -1 if it is raw; and how many
-escapes of the one kind and, times 65536, of the other.
+chunk: its first word; the length of its stream, or -1 if it is raw; and how many escapes of the one kind and, times
+65536, of the other. Chunks lie one behind the other, in any order.
 """
 
 from __future__ import annotations
@@ -299,7 +299,9 @@ def _heads(
     base, codes_in, lost_in = base & 0xFFFFFFFF, escapes & 0xFFFF, escapes >> 16 & 0xFFFF
     coded = LANES + (lengths + 1) // 2 + codes_in + lost_in * exact.escape_words(dtype)
     counts = torch.where(lengths < 0, exact.raw_counts(dtype, count, alphabet.chunk, words.device), coded)
-    fits = (base == counts.cumsum(0) - counts) & (lengths >= -1) & ((lengths >= 0) | (escapes == 0))
+    order = base.argsort()
+    ends = counts[order].cumsum(0)
+    fits = (base[order] == ends - counts[order]) & (lengths >= -1) & ((lengths >= 0) | (escapes == 0))
     if not bool(fits.all()) or int(counts.sum()) > words.numel():
         raise PayloadError(
             f"rans payload: heads and {words.numel()} words contradict each other: truncated or corrupted"

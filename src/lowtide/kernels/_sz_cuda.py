@@ -144,7 +144,8 @@ class SzCuda(SzTwin):
         headers_at, words_at = heads_at + 4 * job.headers_from, heads_at + 4 * job.words_from
         stream = current_stream(index)
         low, high = _keys(seed)
-        work, spill, epoch = (replay if replay is not None else EAGER).next(x.device, stream, job.blocks)
+        looking_back = job.blocks if job.headers else 0  # blocks: their chunks lie in order, those of rans need not
+        work, spill, epoch = (replay if replay is not None else EAGER).next(x.device, stream, looking_back)
         function, number_at = ready.function, 0
         if replay is not None:
             function = _function(job.kernel, index, *job.template, values=job.values, replayed=True)

@@ -64,9 +64,11 @@ class Encoding:
             )  # fmt: skip
         alphabet, stage = model.alphabet, stage_of(model)
         chunks = -(-spec.numel // alphabet.chunk)
-        shared = where.shared(ROUND[alphabet.values]) + WARPS * 4 * (
-            stage // 2 + CODES + EXACTS * exact.escape_words(spec.dtype)
-        )
+        shared = where.shared(ROUND[alphabet.values])
+        if alphabet.values <= 2 and spec.dtype.itemsize == 2 and where.kind in (_INNER, _FIXED):  # LIMITED
+            room = grid.reach(spec.dtype)
+            shared += shared // 4
+        shared += WARPS * 4 * (stage // 2 + CODES + EXACTS * exact.escape_words(spec.dtype))
         sizes = (alphabet.rows, stage, alphabet.size, alphabet.low, alphabet.fill)
         return cls(
             "rans_encode", template, alphabet.values, spec.numel, chunks, -(-chunks // WARPS), 3 * chunks, 0, most,

@@ -1,9 +1,10 @@
-"""Memory through which the blocks of an encoder's grid find their places, and what the launches of a graph share.
+"""Memory through which the chunks of an encoder find their places, and what the launches of a graph share.
 
-The words of a workspace carry the epoch of the launch that wrote them, so nobody has to clear them: no two launches
-that use the same words have the same epoch. A launch that was captured has the same one in every replay, so a graph has
-workspaces of its own, made inside of it: the op that fills them with zeros is captured, too. After it no word has the
-epoch of a launch of this replay that is yet to come, which is all that a launch relies on.
+The first two words of a workspace are counters, which every launch leaves as it finds them: zero. The others, one for
+each block of a grid that looks back, carry the epoch of the launch that wrote them, so nobody has to clear them: no two
+launches that use the same words have the same epoch. A launch that was captured has the same one in every replay, so a
+graph has workspaces of its own, made inside of it: the op that fills them with zeros is captured, too. After it no word
+has the epoch of a launch of this replay that is yet to come, which is all that a launch relies on.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import threading
 import torch
 
 SLOTS, _SLOT_NBYTES = 256, 8192  # where chunks that outgrow their stages go on
+_COUNTERS = 2
 _LAST_EPOCH = (1 << 30) - 1
 _STRIDE = 0x9E3779B1  # odd, so that 2**32 replays have different numbers; far apart, by the golden ratio
 
@@ -28,8 +30,8 @@ class Workspace:
         self._epoch = 0
 
     def next(self, grid: int) -> tuple[int, int, int]:
-        """The addresses of the words and of the slots, and the epoch, for a launch of ``grid`` blocks."""
-        if grid + 1 > self._words.numel() or self._epoch == _LAST_EPOCH:
+        """The addresses of the words and of the slots, and the epoch, for ``grid`` blocks that look back."""
+        if grid + _COUNTERS > self._words.numel() or self._epoch == _LAST_EPOCH:
             self._words = torch.zeros(max(2 * grid, self._words.numel()), dtype=torch.int64, device=self._words.device)
             self._epoch = 0
         self._epoch += 1

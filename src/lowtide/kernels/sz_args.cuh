@@ -1,8 +1,9 @@
 // The codec sz on NVIDIA GPUs: the formats of lowtide.coding.blocks and lowtide.coding.rans, the arithmetic of
 // lowtide.coding.grid. One pass over the raw tensor each way; a warp codes a chunk; sizes stay on the device.
 //
-// A lane loads four neighbours at a time (a group), so that one dither hash serves a load. Chunks are placed by a
-// decoupled look-back over the blocks of the grid: the bytes do not depend on the order in which blocks run. Nothing is
+// A lane loads four neighbours at a time (a group), so that one dither hash serves a load. Chunks of blocks are placed by
+// a decoupled look-back over the blocks of the grid: the bytes do not depend on the order in which blocks run. Those of
+// rans lie in the order in which they are ready, so that no warp waits for another: values do not depend on it. Nothing is
 // written past `capacity` words, and `status` (in pinned memory of the host) receives the number of words needed.
 //
 // This file: what the kernels are given, and what they load and store.
@@ -18,7 +19,7 @@ struct Args {
   u32* words;
   int* heads;            // rans: three numbers a chunk; blocks: offsets, chunks + 1
   u8* headers;           // blocks
-  u64* work;             // the ticket, then a word for each block of the grid
+  u64* work;             // rans: two counters; blocks: the ticket, and from word 2 on one for each block of the grid
   long long* status;
   u32* spill;            // rans: slots of 4096 16-bit words for what does not fit a stage
   u64 count;

@@ -42,14 +42,14 @@ __device__ void publish(const Args& a, Places& places, u32 words, int warp, int 
   if (lane < warps) places.lengths[lane] = sum - mine;
   if (lane < 31) return;
   places.total = sum;
-  *(volatile u64*)(a.work + 1 + ticket) = (u64)a.epoch << 34 | (ticket ? 1ull : 2ull) << 32 | sum;
+  *(volatile u64*)(a.work + 2 + ticket) = (u64)a.epoch << 34 | (ticket ? 1ull : 2ull) << 32 | sum;
 }
 // Blocks that end together do not know each other's places and look far back: AHEAD times 32 blocks are asked at once.
 template <int AHEAD> __device__ u32 place_of(const Args& a, Places& places, int warp, int lane) {
   if (warp == 0) {
     __syncwarp();  // lane 31 has left the total
     const u32 ticket = places.ticket;
-    volatile u64* state = a.work + 1;
+    volatile u64* state = a.work + 2;
     const u64 tag = (u64)a.epoch << 34;
     u32 before = 0, known = 0;
     for (int at = (int)ticket - 1 - lane; !known; at -= 32 * AHEAD) {

@@ -26,6 +26,33 @@ __device__ __forceinline__ u32 doubtful(const Args& a, u32 g) {
   return found;
 }
 
+// With wide alphabets, and dtypes whose codes keep their promise only near zero, which digits are sure depends on the
+// centres of a group's channels. Of innermost channels that is worked out beforehand for every four: sums from the one
+// number on and before the other.
+template <typename T, int V, int ENTRY>
+constexpr bool LIMITED = V <= 2 && Type<T>::reach < 2046 && (ENTRY == INNER || ENTRY == FIXED);
+
+template <typename T, int ENTRY, int ZERO> __device__ __forceinline__ uint2 limits_of(const Args& a, u32 entry) {
+  const int first = a.first - (ZERO ? 1 : 0), reach = Type<T>::reach;
+  int least = reach, most = -reach;
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    int centre = (int)centre_of<ENTRY>(a, entry + k);
+    least = min(least, centre), most = max(most, centre);
+  }
+  u32 lowest = (u32)(ROUNDING + 256 * (-reach - least - first));
+  u32 beyond = (u32)(ROUNDING + 256 * (reach - most - first + 1));
+  return make_uint2(max(lowest, a.lowest), min(beyond, a.beyond));
+}
+template <typename T, int V, int ENTRY, int SPAN> __device__ __forceinline__ u32 limit_words(const Args& a) {
+  return LIMITED<T, V, ENTRY> && ENTRY == INNER ? staged_channels<ENTRY, SPAN>(a) / 2 : 0;
+}
+template <typename T, int V, int ENTRY, int ZERO, int SPAN>
+__device__ __forceinline__ void stage_limits(const Args& a, uint2* limits) {
+  for (u32 n = threadIdx.x; n < limit_words<T, V, ENTRY, SPAN>(a) / 2; n += blockDim.x)
+    limits[n] = limits_of<T, ENTRY, ZERO>(a, 4 * n % a.modulo);
+}
+
 // How a symbol is encoded: the reciprocal of its share; the states, from which on a word is emitted first; 4096 - share;
 // bias << 6 | unused << 5 | shift. For a state below 2**31 the quotient by the share is the high half of the product with
 // the reciprocal, shifted, exactly.
@@ -127,7 +154,7 @@ __device__ __forceinline__ u32 mend(const Args& a, u64 start, u32 g, u32 todo, u
 __device__ __forceinline__ bool spill(const Args& a, Staged& out, int lane) {
   if (!out.slot) {
     u32 number = 0;
-    if (lane == 0) number = (u32)(atomicAdd(a.work, 1ull << 32) >> 32);
+    if (lane == 0) number = (u32)atomicAdd(a.work + 1, 1ull);
     number = __shfl_sync(~0u, number, 0);
     if (number >= (u32)a.slots) return false;
     out.slot = a.spill + (u64)number * (SPILL / 2);
@@ -172,6 +199,8 @@ template <typename T, int V, int ROWS, int ENTRY, int ZERO, bool DITHER, bool WH
 __device__ __forceinline__ void encode_chunk(
     const Args& a, u64 start, const uint4* table, const float* staged, Staged& out, int lane) {
   constexpr int N = 4 * ROWS, S = N / V;
+  constexpr bool LIMITS = LIMITED<T, V, ENTRY>;
+  const uint2* limits = (const uint2*)(staged + 2 * staged_channels<ENTRY, ROWS>(a));
   const u32 below = (1u << lane) - 1, begin = address_of(out.stream), symbols = kept(address_of(table));
   const u32 full = kept(begin + 2 * a.stage - 64 * S);
   const Scales<ENTRY> scales = {a, a.origin};
@@ -185,6 +214,8 @@ __device__ __forceinline__ void encode_chunk(
   walk.begin(a, ENTRY == INNER ? g : g + (ROWS - 1) * 32);
   float inverse[4], origin[4];
   if (Entry<ENTRY>::constant) walk.read(a, staged, inverse, origin, scales);
+  uint2 limit = make_uint2(a.lowest, beyond);
+  if (LIMITS && ENTRY == FIXED) limit = limits_of<T, ENTRY, ZERO>(a, walk.of(a, 0));
   Group<T> group[ROWS];
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) load<WHOLE>(group[r], a, (u64)g + r * 32);
@@ -197,12 +228,14 @@ __device__ __forceinline__ void encode_chunk(
       }
       cursor = begin + 2 * out.length;
     }
-    u32 packed[ROWS], most[ROWS], least[ROWS], bits = 0;
+    u32 packed[ROWS], most[ROWS], least[ROWS], bits = 0, rows = 0;
 #pragma unroll
     for (int r = ROWS - 1; r >= 0; --r) {
       if (!Entry<ENTRY>::constant) walk.read(a, staged, inverse, origin, scales, r);
+      if (LIMITS && ENTRY == INNER) limit = *(const uint2*)((const u8*)limits + walk.entry / 2 + 256 * r);
       u32 word = DITHER ? hash(g + r * 32, low_of(a), a.high) : 0;
-      packed[r] = digits_of<T, ZERO, DITHER>(a.lowest, group[r], inverse, origin, word, least[r], most[r]);
+      packed[r] = digits_of<T, ZERO, DITHER>(limit.x, group[r], inverse, origin, word, least[r], most[r]);
+      if (LIMITS && (most[r] >= limit.y || (ZERO != 2 && least[r] < limit.x))) rows |= 1u << r;
       if (ZERO == 2) bits |= bits_of(group[r]);
       if (ENTRY != INNER) walk.next(a);
     }
@@ -218,11 +251,11 @@ __device__ __forceinline__ void encode_chunk(
       if (ZERO != 2) smallest = min(smallest, least[r]);
     }
     const bool negative = ZERO == 2 && (bits & SIGN<T>) != 0;
-    if (__any_sync(~0u, largest >= beyond || smallest < a.lowest || negative)) {
-      u32 rows = 0, todo = 0;
+    if (__any_sync(~0u, (LIMITS ? rows != 0 : largest >= beyond || smallest < a.lowest) || negative)) {
+      u32 todo = 0;
 #pragma unroll
       for (int r = 0; r < ROWS; ++r)
-        if (negative || most[r] >= beyond || (ZERO != 2 && least[r] < a.lowest)) rows |= 1u << r;
+        if (negative || (!LIMITS && (most[r] >= beyond || (ZERO != 2 && least[r] < a.lowest)))) rows |= 1u << r;
       for (; rows; rows &= rows - 1) {
         int r = __ffs(rows) - 1;
         todo |= doubtful<T, ENTRY, ZERO, DITHER, WHOLE>(a, g + r * 32) << (4 * r);
@@ -273,24 +306,55 @@ __device__ __forceinline__ void write_staged(const Args& a, const Staged& staged
   for (u32 w = lane; w < staged.lost * Type<T>::escape; w += 32) out[w] = staged.exacts[w];
 }
 
+// Where a chunk of `words` words goes: chunks lie in the order in which they are ready. Of `work` both numbers are zero
+// between launches: words so far, with chunks so far above bit 40; slots that have been taken.
+__device__ __forceinline__ u32 place_for(const Args& a, u32 words, int lane) {
+  u64 before = 0;
+  if (lane == 0) {
+    before = atomicAdd(a.work, 1ull << 40 | words);
+    if (before >> 40 == a.chunks - 1) {
+      *(volatile u64*)a.work = 0;
+      *(volatile u64*)(a.work + 1) = 0;
+      if (a.status) *(volatile long long*)a.status = (long long)((before & (1ull << 40) - 1) + words);
+    }
+  }
+  return __shfl_sync(~0u, (u32)before, 0);
+}
+
+// The chunk of a warp, if it has one (`valid` > 0), found anew each time: no register has to be kept for it.
+struct Own {
+  u32 number, valid;
+  u64 start;
+};
+__device__ __forceinline__ Own own_chunk(const Args& a, int warp) {
+#ifdef __CUDA_ARCH__
+  u32 block;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+#else
+  u32 block = blockIdx.x;
+#endif
+  const u32 number = block * 8 + warp, size = a.rows * 128;
+  const u64 start = (u64)number * size;
+  return {number, number < a.chunks ? (u32)min(a.count - start, (u64)size) : 0, start};
+}
+
 template <typename T, int V, int ROWS, int ENTRY, int ZERO, bool DITHER>
 __global__ void __launch_bounds__(256, 4) rans_encode(const Args a) {
   __shared__ uint4 table[256];
-  __shared__ Places places;
+  __shared__ u32 sums[8];
   extern __shared__ __align__(16) u32 dynamic[];
   float* scales = (float*)dynamic;
-  int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-  const u32 ticket = take_ticket(a);
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+  Own chunk = own_chunk(a, warp);
+  if (128u * (lane + 1) <= chunk.valid * sizeof(T))  // it is read from its end
+    prefetch((const T*)a.x + chunk.start + chunk.valid - 128 / sizeof(T) * (lane + 1));
   stage<ENTRY, ROWS>(a, scales, Scales<ENTRY>{a, a.origin});
+  stage_limits<T, V, ENTRY, ZERO, ROWS>(a, (uint2*)(scales + staged_words<ENTRY, ROWS>(a)));
   {
     int symbols = 1, fill_symbol = 0;
     for (int k = 0; k < V; ++k) symbols *= a.size, fill_symbol = fill_symbol * a.size + a.fill;
     u32 freq = (int)threadIdx.x < symbols ? a.freqs[threadIdx.x] : 0;
-    show_ticket(places, ticket);
-    Chunk chunk = chunk_of(a, places, warp, a.rows * 128);  // it is read from its end
-    if (128u * (lane + 1) <= chunk.valid * sizeof(T))
-      prefetch((const T*)a.x + chunk.start + chunk.valid - 128 / sizeof(T) * (lane + 1));
-    table[threadIdx.x] = encoding_of(freq, slots_before(freq, places.lengths));
+    table[threadIdx.x] = encoding_of(freq, slots_before(freq, sums));
     __syncthreads();
     if (freq == 0) {
       uint4 fill = table[fill_symbol];
@@ -299,24 +363,21 @@ __global__ void __launch_bounds__(256, 4) rans_encode(const Args a) {
     }
     __syncthreads();
   }
-  u32* own = dynamic + staged_words<ENTRY, ROWS>(a) + warp * (a.stage / 2 + CODES + EXACTS * Type<T>::escape);
+  chunk = own_chunk(a, warp);
+  if (!chunk.valid) return;  // from here on every warp goes its own way
+  u32* own = dynamic + staged_words<ENTRY, ROWS>(a) + limit_words<T, V, ENTRY, ROWS>(a);
+  own += warp * (a.stage / 2 + CODES + EXACTS * Type<T>::escape);
   Staged staged = {(u16*)own, own + a.stage / 2, own + a.stage / 2 + CODES, 0, 0, 0, 0, 0, 0, false};
-  Chunk chunk = chunk_of(a, places, warp, a.rows * 128);
-  u32 words = 0;
-  if (chunk.valid) {
-    if (chunk.valid == a.rows * 128 && aligned(a.x, sizeof(T) * 4))
-      encode_chunk<T, V, ROWS, ENTRY, ZERO, DITHER, true>(a, chunk.start, table, scales, staged, lane);
-    else
-      encode_chunk<T, V, ROWS, ENTRY, ZERO, DITHER, false>(a, chunk.start, table, scales, staged, lane);
-    words = 32 + (staged.spilled + staged.length + 1) / 2 + staged.coded + staged.lost * Type<T>::escape;
-    u32 as_raw = raw_words<T>(chunk_of(a, places, warp, a.rows * 128).valid);
-    staged.raw |= staged.coded > CODES || staged.lost > EXACTS || words >= as_raw;
-    if (staged.raw) words = as_raw;
-  }
-  publish(a, places, words, warp, lane);
-  u32 base = place_of<4>(a, places, warp, lane);
-  chunk = chunk_of(a, places, warp, a.rows * 128);
-  if (!chunk.valid) return;
+  if (chunk.valid == a.rows * 128 && aligned(a.x, sizeof(T) * 4))
+    encode_chunk<T, V, ROWS, ENTRY, ZERO, DITHER, true>(a, chunk.start, table, scales, staged, lane);
+  else
+    encode_chunk<T, V, ROWS, ENTRY, ZERO, DITHER, false>(a, chunk.start, table, scales, staged, lane);
+  chunk = own_chunk(a, warp);
+  u32 words = 32 + (staged.spilled + staged.length + 1) / 2 + staged.coded + staged.lost * Type<T>::escape;
+  const u32 as_raw = raw_words<T>(chunk.valid);
+  staged.raw |= staged.coded > CODES || staged.lost > EXACTS || words >= as_raw;
+  if (staged.raw) words = as_raw;
+  const u32 base = place_for(a, words, lane);
   if (lane == 0) {
     int* head = a.heads + 3 * (u64)chunk.number;
     head[0] = (int)base;
