@@ -29,7 +29,7 @@ from lowtide.session import Session, attach
 OTHERS = ("plain", "checkpoint", "compile")
 PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "bold": ("fixed", {"linear": "1.0 std", "norm": "1.0 std"}),
-    "careful": ("fixed", {"linear": "0.4 std", "norm": "0.4 std"}),
+    "careful": ("fixed", dict.fromkeys(("linear", "norm", "attention", "product", "pointwise"), "0.4 std")),
 }
 _RESERVED = ("optimizer", "check", "seed")
 
