@@ -1,7 +1,7 @@
 """Budgets for what is held for backward: asked for, planned, and measured, with the step that each costs.
 
     PYTHONPATH=src python benchmarks/plans.py resnet50 --batch 256 --precision bf16 --budgets 2GiB,4GiB,8GiB
-    PYTHONPATH=src python benchmarks/plans.py resnet18 --tiny --device cpu --batch 32 --budgets 1MiB,2MiB
+    PYTHONPATH=src python benchmarks/plans.py resnet18 --tiny --device cpu --batch 32 --budgets 2MiB,4MiB
 
 The planner (docs/methods/recompute.md) measures a model once and plans for each budget in turn; its table is printed.
 Then the plan is attached, as a user would, for ``--warm`` steps and ``--repeats`` timed ones, and one more step says

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.errors import AttachError, PolicyError, SizeError
 from lowtide.planner import BOTH, COMPRESS, KEEP, OFFLOAD, RECOMPUTE, Choice, Plan, Planner, plan_blocks
-from lowtide.planner.knapsack import cost_of, least_held, refusal, solve
+from lowtide.planner.knapsack import cost_of, refusal, solve
 from lowtide.planner.trial import Trial
 from lowtide.stores import host
 
@@ -71,9 +71,9 @@ def test_a_room_that_is_too_small_is_refused_and_the_smallest_is_named() -> None
     ways = {"a": {KEEP: Choice(4096, 0.0), COMPRESS: Choice(1024, 1.0)}, "b": {KEEP: Choice(1024, 0.0)}}
     assert solve(ways, 2048) == {"a": COMPRESS, "b": KEEP}
     assert solve(ways, 2040) is None
-    refused = str(refusal(2560, blocks=least_held(ways), outside=520))
-    assert "no mixture holds 2.50 KiB or less: the blocks need 2.00 KiB" in refused
-    assert refused.endswith("The smallest budget is 2.51 KiB")
+    refused = str(refusal(2560, least=2568, outside=520))
+    assert "no mixture holds 2.50 KiB or less: of those that were run the smallest holds 2.51 KiB" in refused
+    assert refused.endswith("The smallest budget is 2.51 KiB (2568 bytes)")
 
 
 class Net(nn.Module):

@@ -3,9 +3,12 @@
 Costs are measured, not modelled. The step is timed plainly, with all blocks compressed and with all of them run again.
 What compression costs in all is shared out among the blocks by the bytes that they save, what recomputation costs by
 the time that they take in forward. What goes to the host takes its time on the link, whose speed is measured; as long
-as that is no more than forward takes, it costs nothing. What each block holds in each way is read from the ledger. Then
-the cheapest mixture within the budget is found exactly, and steps with it are run to see what it holds and takes; what
-they teach goes into the next round.
+as that is no more than forward takes, it costs nothing.
+
+What each block holds in each way is read from the ledger. A tensor between two blocks is held once, as it is if either
+of them keeps it, so steps are run with mixtures, too, in which kept blocks alternate with others: what a block holds is
+known by its own choice and that of the block before. Then the cheapest mixture within the budget is found exactly, and
+steps with it are run to see what it holds and takes; that moves the target of the next round.
 """
 
 from __future__ import annotations
@@ -18,15 +21,16 @@ from torch import nn
 
 from lowtide import sizes
 from lowtide.errors import SizeError
-from lowtide.planner.knapsack import Choice, Ways, cost_of, least_held, refusal, solve
+from lowtide.planner.knapsack import Choice, Pair, Ways, cost_of, held_by, lightest, refusal, solve
 from lowtide.planner.trial import BOTH, COMPRESS, KEEP, OFFLOAD, RECOMPUTE, Measured, Trial, device_of, link_ms
 from lowtide.recompute import choose
 from lowtide.reports.text import size, table
 from lowtide.snapshot import Snapshot
 
 _METHOD = "fixed"  # its bytes stay what they were when a plan was made; bounds that set themselves move on
-_ROUNDS = 3  # of planning and measuring: what blocks hold together is not quite the sum of what each holds alone
-_CLOSE = 0.02  # of the budget: a mixture that holds what was foreseen to within this is not planned again
+_ROUNDS = 6  # of planning and measuring: what blocks hold together is not quite what pairs of them have shown
+_CLOSE = 0.02  # of the budget: a mixture that leaves no more of it unused is not planned again
+_ALIKE = 1.1  # times the fastest step: steps this close to it are told apart by what they hold, for times are noisy
 _STAGING = 1 << 27
 _SPARE = 0.1  # of a plain step: what a budget that is not used at all would cost, for what is kept is exact and free
 _WEAR = 0.01  # of the link's time, as a cost: what is free on the device is not on the host, so it is not done for fun
@@ -87,13 +91,15 @@ def plan_blocks(
 
 @dataclass(slots=True)
 class Planner:
-    """What has been measured of a model, for any number of budgets."""
+    """What has been measured of a model, for any number of budgets. Blocks are in the order in which they run."""
 
     trial: Trial
-    ways: dict[str, dict[str, Choice]]
+    ways: dict[str, dict[str, Choice]]  # behind a block of the same choice
+    beside: dict[str, dict[Pair, int]]  # by block: bytes more, or less, behind one of another choice
     outside: int  # bytes held outside of all blocks
     overlap_ms: float
     plain_ms: float
+    seen: list[tuple[dict[str, str], Measured]]  # every mixture that was run to find out the above
 
     @classmethod
     def measure(
@@ -111,63 +117,105 @@ class Planner:
             raise SizeError(
                 f"at least two steps are run in each way, of which the first is not timed; got steps={steps!r}"
             )
-        blocks = choose(model, modules)
         trial = Trial(run_step, model, Snapshot(state), method, steps, _STAGING)
-        plain_ms, overlap_ms, forward_ms = trial.time_plainly(blocks)
-        compressed, again = (trial.measure(dict.fromkeys(blocks, choice)) for choice in (COMPRESS, RECOMPUTE))
+        plain_ms, overlap_ms, forward_ms = trial.time_plainly(choose(model, modules))
+        mixtures = [dict.fromkeys(forward_ms, choice) for choice in (COMPRESS, RECOMPUTE)]
+        if len(forward_ms) > 1:
+            for other in (COMPRESS, RECOMPUTE):
+                mixtures += [_alternate(forward_ms, KEEP, other), _alternate(forward_ms, other, KEEP)]
+        seen = [(choices, trial.measure(choices)) for choices in mixtures]
+        compressed, again = (measured for _, measured in seen[:2])
         ways = _ways(compressed, again, plain_ms, forward_ms, link_ms(device_of(model)))
-        return cls(trial, ways, compressed.outside, overlap_ms, plain_ms)
+        planner = cls(trial, ways, {block: {} for block in ways}, 0, overlap_ms, plain_ms, seen)
+        for choices, measured in seen:
+            planner._learn_held(choices, measured)
+        for pairs in planner.beside.values():  # behind what no longer lies on the device, as behind what is compressed
+            pairs |= {(away, KEEP): pairs.get((COMPRESS, KEEP), 0) for away in (OFFLOAD, BOTH)}
+        planner.outside = compressed.outside
+        return planner
 
     def plan(self, budget: int | str) -> Plan:
-        """The fastest mixture within a budget; what is learned on the way to it serves no other one."""
-        limit = sizes.parse(budget, what="budget")
-        made: list[Plan] = []
-        known = replace(self, ways={block: dict(ways) for block, ways in self.ways.items()})
-        for _ in range(_ROUNDS):
-            choices, foreseen = known._choose(limit)
-            if any(choices == plan.choices for plan in made):
-                break
-            measured = self.trial.measure(choices)
-            known._learn(choices, measured)
-            made.append(
-                Plan(choices, {block: dict(ways) for block, ways in known.ways.items()}, self.trial.options(choices),
-                     limit, foreseen, measured.held, measured.step_ms, self.plain_ms)
-            )  # fmt: skip
-            if measured.held <= limit and abs(measured.held - foreseen) <= _CLOSE * limit:
-                break
-        fitting = [plan for plan in made if plan.held <= limit]
-        return min(fitting, key=lambda plan: plan.step_ms) if fitting else min(made, key=lambda plan: plan.held)
+        """The fastest mixture within a budget; what is learned on the way to it serves no other one.
 
-    def _choose(self, limit: int) -> tuple[dict[str, str], int]:
-        """The cheapest mixture, and the bytes it should hold. Where the host is used, there is less room by what is on
-        its way there."""
-        room = limit - self.outside
+        What a mixture holds beyond its budget, or leaves unused of it, moves the target that the next one is planned
+        for. Errors are alike from one mixture to the next, so that is surer than to correct bytes block by block.
+        """
+        limit = target = sizes.parse(budget, what="budget")
+        close = int(_CLOSE * limit)
+        known, made = replace(self), list[Plan]()
+        for _ in range(_ROUNDS):
+            choices, foreseen = known._choose(target)
+            plan = next((plan for plan in made if plan.choices == choices), None)
+            if plan is None:
+                measured = self.trial.measure(choices)
+                plan = self._plan(choices, measured, limit, foreseen)
+                made.append(plan)
+                known._learn(choices, measured)
+            if limit - close <= plan.held <= limit:
+                break
+            target += limit - close // 2 - plan.held
+        surveyed = [self._plan(choices, measured, limit, measured.held) for choices, measured in self.seen]
+        found = _fastest(made) or _fastest(surveyed)
+        if found is None:
+            raise refusal(limit, least=min(plan.held for plan in made + surveyed), outside=self.outside)
+        return found
+
+    def _plan(self, choices: dict[str, str], measured: Measured, limit: int, foreseen: int) -> Plan:
+        ways = {block: dict(ways) for block, ways in self.ways.items()}
+        for block, name in choices.items():
+            ways[block][name] = replace(ways[block][name], held=measured.by_block[block])
+        options = self.trial.options(choices)
+        return Plan(choices, ways, options, limit, foreseen, measured.held, measured.step_ms, self.plain_ms)
+
+    def _choose(self, target: int) -> tuple[dict[str, str], int]:
+        """The cheapest mixture, or the one that holds the least if none is small enough, and the bytes it should hold.
+        Where the host is used, there is less room by what is on its way there."""
+        room = target - self.outside
         here = {
             block: {name: way for name, way in ways.items() if name not in (OFFLOAD, BOTH)}
             for block, ways in self.ways.items()
         }
-        kinds = ((here, 0), (self.ways, self.trial.staging))
-        found = []
-        for ways, staging in kinds:
-            choices = solve(ways, room - staging, overlap_ms=self.overlap_ms, spare_ms=_SPARE * self.plain_ms)
+        spare_ms = _SPARE * self.plain_ms
+        found, least = [], []
+        for ways, staging in ((here, 0), (self.ways, self.trial.staging)):
+            choices = solve(ways, room - staging, beside=self.beside, overlap_ms=self.overlap_ms, spare_ms=spare_ms)
             if choices is not None:
-                held = sum(self.ways[block][name].held for block, name in choices.items()) + staging
-                cost = cost_of(self.ways, choices, overlap_ms=self.overlap_ms)
-                found.append((cost - _SPARE * self.plain_ms * held / max(room, 1), choices, held))
-        if not found:
-            least = min(least_held(ways) + staging for ways, staging in kinds)
-            raise refusal(limit, blocks=least, outside=self.outside)
-        _, choices, held = min(found, key=lambda item: item[0])
+                held = held_by(ways, choices, self.beside) + staging
+                cost = cost_of(ways, choices, overlap_ms=self.overlap_ms)
+                found.append((cost - spare_ms * held / max(room, 1), choices, held))
+            choices = lightest(ways, self.beside)
+            held = held_by(ways, choices, self.beside) + staging
+            least.append((held, choices, held))
+        _, choices, held = min(found or least, key=lambda item: item[0])
         return choices, held + self.outside
 
     def _learn(self, choices: Mapping[str, str], measured: Measured) -> None:
-        """What blocks hold in this mixture is what they hold; what the step took beyond the costs was the link."""
+        """What the step took beyond the costs was the link."""
         more = measured.step_ms - self.plain_ms - cost_of(self.ways, choices, overlap_ms=self.overlap_ms)
         if {OFFLOAD, BOTH} & set(choices.values()):
             self.overlap_ms = max(self.overlap_ms - max(more, 0.0), 0.0)
+
+    def _learn_held(self, choices: Mapping[str, str], measured: Measured) -> None:
+        """What blocks hold in this mixture is what they hold behind such neighbours."""
+        before = ""
         for block, name in choices.items():
-            self.ways[block][name] = replace(self.ways[block][name], held=measured.by_block[block])
-        self.outside = measured.outside
+            way, held = self.ways[block][name], measured.by_block[block]
+            if before:
+                self.beside[block][before, name] = held - way.held
+            else:
+                self.ways[block][name] = replace(way, held=held)
+            before = name
+
+
+def _fastest(plans: list[Plan]) -> Plan | None:
+    """Of those within their budget the fastest, or the one that holds the most of those that are hardly slower."""
+    fitting = [plan for plan in plans if plan.held <= plan.budget]
+    fastest = min((plan.step_ms for plan in fitting), default=0.0)
+    return max((plan for plan in fitting if plan.step_ms <= _ALIKE * fastest), key=lambda plan: plan.held, default=None)
+
+
+def _alternate(blocks: Iterable[str], first: str, second: str) -> dict[str, str]:
+    return {block: second if number % 2 else first for number, block in enumerate(blocks)}
 
 
 def _ways(
@@ -177,7 +225,8 @@ def _ways(
     forward_ms: Mapping[str, float],
     link_ms: float | None,  # for a byte
 ) -> dict[str, dict[str, Choice]]:
-    """What each choice costs for each block."""
+    """What each choice costs for each block. A tensor that two blocks save is counted where it was saved first if it is
+    kept, or run again, and where its values are read if it is compressed: hence the bytes of ``again`` for KEEP."""
     raw, all_raw = compressed.raw, max(sum(compressed.raw[block] for block in forward_ms), 1)
     all_forward = max(sum(forward_ms.values()), 1e-9)
     coding, running = (max(measured.step_ms - plain_ms, 0.0) for measured in (compressed, again))
@@ -185,7 +234,7 @@ def _ways(
     for block in forward_ms:
         held, kept, coding_ms = compressed.by_block[block], compressed.kept[block], coding * raw[block] / all_raw
         ways[block] = {
-            KEEP: Choice(raw[block], 0.0),
+            KEEP: Choice(again.raw[block], 0.0),
             COMPRESS: Choice(held, coding_ms),
             RECOMPUTE: Choice(again.by_block[block], running * forward_ms[block] / all_forward),
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.errors import LowtideWarning
 from lowtide.planner.clock import Clock
 from lowtide.policies.rules import Rule
 from lowtide.session import Session, attach
@@ -69,24 +71,28 @@ class Trial:
         return {"method": self.method, "rules": rules, **({"recompute": again} if again else {})}
 
     def time_plainly(self, blocks: Mapping[str, nn.Module]) -> tuple[float, float, dict[str, float]]:
-        """Milliseconds of a step, of all of forward, and of each block's forward."""
+        """Milliseconds of a step, of all of forward, and of each block's forward, in the order in which they run."""
         step_ms = self._time()
         timed = {"": self.model, **blocks}
         clocks = {path: Clock(device_of(self.model)) for path in timed}
+        ran: dict[str, None] = {}
         with ExitStack() as hooks:
             for path, block in timed.items():
+                hooks.callback(block.register_forward_pre_hook(lambda *_, path=path: ran.setdefault(path)).remove)
                 hooks.callback(block.register_forward_pre_hook(clocks[path].begin).remove)
                 hooks.callback(block.register_forward_hook(clocks[path].end).remove)
             self._time()
-        forward_ms = {path: clock.total_ms() / self.steps for path, clock in clocks.items()}
+        forward_ms = {path: clocks[path].total_ms() / self.steps for path in ran | dict.fromkeys(timed)}
         return step_ms, forward_ms.pop(""), forward_ms
 
     def measure(self, choices: Mapping[str, str]) -> Measured:
         options = self.options(choices)
         session = attach(self.model, **options)
         try:
-            step_ms = self._time(session)
-            held = self._see_held(session, {id(rule.store): rule.store for rule in options.get("rules", ())})
+            with warnings.catch_warnings():  # in some mixtures all is kept or run again: that is no mistake here
+                warnings.filterwarnings("ignore", ".*compressed none of them", LowtideWarning)
+                step_ms = self._time(session)
+                held = self._see_held(session, {id(rule.store): rule.store for rule in options.get("rules", ())})
             measured = _read(session, choices, step_ms, held)
         finally:
             session.detach()
