@@ -10,6 +10,8 @@ new batches: for each, the gradient with the method attached, and the one withou
 - ``sgd_noise`` is the variance of g from batch to batch, sum of |g - mean|^2 / (batches - 1);
 - ``noise_share`` is their ratio: 0.1 adds as much as a batch that is a tenth smaller;
 - ``floor_share`` is that of plain training against itself, which comes first: what the device does not repeat.
+With graph=true, as in "division(graph=true)", time and peak are those of a step that is replayed as a CUDA graph, and
+noise is that of eager steps.
 A method whose first step takes longer than ``--patience`` is left out, with a message and a row. Dropout draws the same
 masks each time. Methods that set themselves get ``--warm`` steps to do so; the default methods are all of them, with
 periods short enough for that. Rows are appended to a CSV file.
@@ -135,11 +137,11 @@ def measure(
     yield {"optimizer": type(task.optimizer).__name__}
     with variant.attached(task, seed=options.seed, check=True):  # the gate: promises are kept
         first_step(task, options.patience)
-    with variant.attached(task, seed=options.seed) as session:
+    with variant.attached(task, seed=options.seed, warm=options.warm) as session:
         for _ in range(options.warm):
             task.step()
         yield timing.interleave({"step": task.step}, device, repeats=options.repeats)["step"].cells("step_ms")
-        yield meters.measure_memory(task, session)
+        yield meters.measure(task, session)
         loss = float(task.step())
         yield {"loss": loss}
         if not math.isfinite(loss):

@@ -6,6 +6,7 @@ import math
 import threading
 import weakref
 from collections import deque
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,10 +23,22 @@ MOST_PENDING = 1 << 28  # bytes of tensors kept while their encoders have not re
 _WATCHED = 1 << 25  # bytes of a tensor at whose decoding memory is looked at
 
 
-class Payload:
-    """One encoded tensor in a store's keeping, with its lease in the ledger; shared by every save of that tensor."""
+class Decoder(Protocol):
+    """Decodes payloads in their place."""
 
-    __slots__ = ("__weakref__", "_held", "_lease", "_ledger", "_waiting", "_witness", "codec", "keeps_zeros", "pending")
+    def decode(self, payload: Payload, *, mask: bool) -> Tensor: ...
+
+
+class Payload:
+    """One encoded tensor in a store's keeping, with its lease in the ledger; shared by every save of that tensor.
+
+    ``decoder``: who decodes it, if not the payload itself.
+    """
+
+    __slots__ = (
+        *("__weakref__", "_held", "_lease", "_ledger", "_waiting", "_witness"),
+        *("codec", "decoder", "keeps_zeros", "pending"),
+    )
 
     def __init__(
         self, codec: Codec, held: Held, ledger: Ledger, witness: Witness | None, waiting: Waiting | None = None
@@ -33,6 +46,7 @@ class Payload:
         self.codec = codec
         self.keeps_zeros = getattr(codec, "keep_zeros", False)
         self.pending: Pending | None = None
+        self.decoder: Decoder | None = None
         self._ledger = ledger
         self._witness, self._waiting = witness, waiting
         self.hold(held)
@@ -42,7 +56,7 @@ class Payload:
         self._lease = Lease(self._ledger, "held", held.nbytes)
 
     def decode(self, site: str) -> Tensor:
-        tensor = self.codec.decode(self._fetch())
+        tensor = self.restore(mask=False) if self.decoder is None else self.decoder.decode(self, mask=False)
         if self._waiting is not None and tensor.nbytes >= _WATCHED:
             self._waiting.watch(tensor.device)
         if self._witness is not None:
@@ -50,10 +64,15 @@ class Payload:
         return tensor
 
     def nonzero(self) -> Tensor:
-        tensor: Tensor = self.codec.nonzero(self._fetch())  # type: ignore[attr-defined]
+        return self.restore(mask=True) if self.decoder is None else self.decoder.decode(self, mask=True)
+
+    def restore(self, *, mask: bool) -> Tensor:
+        """The tensor, or where it is not zero."""
+        encoded = self.fetch()
+        tensor: Tensor = self.codec.nonzero(encoded) if mask else self.codec.decode(encoded)  # type: ignore[attr-defined]
         return tensor
 
-    def _fetch(self) -> Encoded:
+    def fetch(self) -> Encoded:
         pending = self.pending
         if pending is not None:
             pending.settle()

@@ -286,13 +286,15 @@ class Pipeline:
             options["ticket"] = ticket.word
             if memo is not None:
                 options["capacity"] = codec.room(rate * x.numel())  # type: ignore[attr-defined]
-            if memo is not None and self._recording is not None and getattr(codec, "replays", False):
-                options["replay"] = self._recording.replay
+        if self._recording is not None and getattr(codec, "takes_replay", False):
+            options["replay"] = self._recording.replay
         encoded = codec.encode(x, bound, **options)
         store = recipe.decision.store or self.store
         held = store.put(encoded)
         self.coded += 1
         payload = Payload(codec, held, self.ledger, witness, self._waiting)
+        if self._recording is not None:
+            self._recording.enlist(payload)
         if ticket is not None:
             self._waiting.add(Pending(payload, encoded, x, memo, ticket, store, self._waiting))
         elif memo is not None and "words" in encoded.tensors:
@@ -323,7 +325,9 @@ class Pipeline:
             encoded = recording.encode_bounded(x, codec, site.name, seed, memo, bound, plan)
         held = store.put(encoded)
         self.coded += 1
-        return Payload(codec, held, self.ledger, None), held.nbytes
+        payload = Payload(codec, held, self.ledger, None)
+        recording.enlist(payload)
+        return payload, held.nbytes
 
     def let_go(self) -> None:
         """Let go of the tensors whose encoders have reported; does not wait."""

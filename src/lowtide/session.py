@@ -144,7 +144,13 @@ class Session:
         return Report.of(self.ledger, self.method, self.controller.noise_by_site(), events)
 
     def graph(
-        self, step: Callable[..., Any], *, warmup: int = 12, refresh: int = 256, slack: float = 1 / 16
+        self,
+        step: Callable[..., Any],
+        *,
+        warmup: int = 12,
+        refresh: int = 256,
+        slack: float = 1 / 16,
+        beside: bool = False,
     ) -> GraphStep:
         """A function that does what ``step`` does as a CUDA graph: on the host it costs one launch.
 
@@ -153,9 +159,11 @@ class Session:
 
         Args:
             warmup: eager calls before the first capture, 3 or more.
-            refresh: replays at most before bounds and tables are measured anew and another graph is captured.
+            refresh: replays at most before bounds and tables are measured anew, and another graph captured if need be.
             slack: room for each payload beyond what its site took last, as a share of it, in the first graph; 1 at
                 most. Later ones have what payloads that grow need, and as little as a 64th where they do not.
+            beside: encode and decode beside the step's own kernels, each tensor of backward one ahead. That takes
+                memory for two or three tensors more.
         """
         if not self._modules:
             raise GraphError("graph() needs a model that Lowtide is attached to")
@@ -174,6 +182,7 @@ class Session:
         made = GraphStep(
             step, model, parameters, self._pipeline, Cuda(device), Cell(device), warmup=warmup, refresh=refresh,
             slack=slack, is_measured=lambda: self._capture.on_named is not None, moves=lambda: self._moves,
+            beside=beside,
         )  # fmt: skip
         self._graphs.add(made)
         return made
@@ -204,6 +213,7 @@ class Session:
         self._pipeline.resume(int(state["seed"]), int(state["step"]))
         self.ledger.step = int(state["step"])
         self._collector.load_state_dict(state["statistics"])
+        self._moves += 1  # graphs hold what was in force before
         self._begin_step()
 
     def _after_forward(self, scope: Scope) -> None:

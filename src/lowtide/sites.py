@@ -53,6 +53,10 @@ class Survey:
             self._arrived = torch.cuda.Event()
             self._arrived.record(torch.cuda.current_stream(codes.device))
 
+    @property
+    def is_fitting(self) -> bool:
+        return self._fitting is not None and not self._fitting.done()
+
     def model(self, codec: Any, memo: Memo, count: int) -> Any:
         """The plan's model once it is there, None before; never waits."""
         if self._fitting is None and (self._arrived is None or self._arrived.query()):
@@ -159,6 +163,15 @@ class Sites:
             return memo.bound, memo.plan
         bound, grid = _measure(memo, x, codec, need)
         return bound, memo.plan.on(grid if grid is not None else codec.grid(x, bound))
+
+    def memos(self) -> list[Memo]:
+        """All that is known, site by site."""
+        return list(self._memos.values())
+
+    @property
+    def is_fitting(self) -> bool:
+        """Whether models are on their way that will be used at their sites' next saves."""
+        return any(memo.survey is not None and memo.survey.is_fitting for memo in self._memos.values())
 
     def wait(self) -> None:
         """Have all models fitted whose codes have arrived."""

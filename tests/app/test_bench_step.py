@@ -17,6 +17,7 @@ from lowtide.app.shared.specs import UsageError
 from lowtide.app.shared.variants import Variant
 from lowtide.app.shared.workload import Task
 from lowtide.codecs.sz import Sz
+from lowtide.errors import UnknownNameError
 
 
 def test_methods_side_by_side(bench_step, read_rows, capsys, monkeypatch, tmp_path):
@@ -190,9 +191,13 @@ def test_graphs_are_an_option_of_plain_and_of_methods():
     bold, plain = Variant.parse("bold:blocks(graph=true)"), Variant.parse("plain(graph=true)")
     assert bold.is_graphed and bold.options == {"linear": "1.0 std", "norm": "1.0 std", "coder": "blocks"}
     assert plain.is_graphed and not plain.method and not Variant.parse("bold(graph=false)").is_graphed
-    for text in ("compile(graph=true)", "plain(graphs=true)"):
+    beside = Variant.parse("bold(graph=true,beside=true)")
+    assert beside.is_beside and "beside" not in beside.options and not bold.is_beside
+    for text in ("compile(graph=true)", "plain(graphs=true)", "plain(graph=true,beside=true)"):
         with pytest.raises(UsageError, match="has no options"):
             Variant.parse(text)
+    with pytest.raises(UnknownNameError, match="beside"):
+        Variant.parse("bold(beside=true)")
 
 
 def test_graphs_need_a_gpu(bench_step, read_rows):
@@ -216,6 +221,9 @@ def test_a_graph_takes_the_place_of_a_step_for_a_while(monkeypatch):
         assert torch.isfinite(task.step()) and asked == [4]
     task.step()
     assert asked == [4]
+    with variant.attached(task, seed=0, warm=24):
+        task.step()
+    assert asked == [4, 12], "as late as it may be"
 
 
 @dataclasses.dataclass

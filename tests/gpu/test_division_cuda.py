@@ -1,4 +1,7 @@
-"""The twins of ``division``, ``norm_groups`` and ``sample_groups`` on a device: the codec's bytes, and no waiting."""
+"""The twins of ``division``, ``norm_groups`` and ``sample_groups`` on a device: the codec's bytes, and no waiting.
+
+Those and ``groups`` inside of a CUDA graph, too.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,13 @@ import pytest
 import torch
 from division_cases import BITS, DTYPES, Case, check, make_cases
 from no_waiting import no_waiting
+from replay_cases import check as check_replays
+from replay_cases import make_cases as make_replay_cases
 from same_payload import assert_same_payload, assert_same_values
 
 from lowtide import codecs, kernels
 from lowtide.codecs.division import Division
+from lowtide.kernels._workspaces import Cell, Replay
 
 pytestmark = pytest.mark.gpu
 
@@ -61,3 +67,29 @@ def test_composed_twins_equal_their_codecs(name: str) -> None:
         payload = codec.encode(x, seed=5)
         assert_same_payload(twin.encode(x, seed=5), payload, name)
         assert_same_values(twin.decode(payload), codec.decode(payload), name, any_nan=True)
+
+
+def test_replays_draw_anew() -> None:
+    for case in make_replay_cases():
+        check_replays(case, torch.device("cuda"))
+
+
+def test_a_captured_encoder_draws_anew_in_every_replay() -> None:
+    device = torch.device("cuda")
+    for codec, values in make_replay_cases():
+        x = values.to(device)
+        twin, cell = kernels.twin(codec, device, x.dtype), Cell(device)
+        replay = Replay(cell)
+        twin.decode(twin.encode(x, seed=5, replay=replay))  # compiles
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            cell.advance()
+            decoded = twin.decode(twin.encode(x, seed=5, replay=replay))
+        seen = []
+        for _ in range(3):
+            graph.replay()
+            seen.append(decoded.clone())
+            expected = twin.decode(twin.encode(x, seed=5, replay=replay))  # the number is that of the replay
+            assert_same_values(seen[-1], expected, str(codec), any_nan=True)
+        assert not any(torch.equal(one, other) for one, other in itertools.combinations(seen, 2)), codec

@@ -28,6 +28,22 @@ class FakeGraph:
             static.copy_(new)
 
 
+class FakeAside:
+    """Beside the step means right away."""
+
+    def __init__(self) -> None:
+        self.joins = 0
+
+    def begin(self) -> int:
+        return 0
+
+    def hold(self, *tensors: Tensor) -> None:
+        pass
+
+    def join(self) -> None:
+        self.joins += 1
+
+
 class FakeMachine:
     """Random numbers are the CPU's; memory is there as long as ``is_roomy``."""
 
@@ -35,14 +51,21 @@ class FakeMachine:
         self._model = model
         self.is_roomy = True
         self.captures = self.waits = 0
+        self.handed_on: list[FakeGraph | None] = []  # graphs whose pools captures have taken over
+        self.besides: list[FakeAside] = []
 
     @contextlib.contextmanager
     def eager(self) -> Iterator[None]:
         yield
 
-    def capture(self, body: Callable[[], Any]) -> tuple[FakeGraph, Any]:
+    def aside(self) -> FakeAside:
+        self.besides.append(FakeAside())
+        return self.besides[-1]
+
+    def capture(self, body: Callable[[], Any], before: FakeGraph | None) -> tuple[FakeGraph, Any]:
         """Nothing has run afterwards: gradients hold nothing yet, buffers are as they were."""
         self.captures += 1
+        self.handed_on.append(before)
         buffers = [buffer.clone() for buffer in self._model.buffers()]
         state = torch.get_rng_state()
         output = body()
@@ -63,6 +86,9 @@ class FakeMachine:
         torch.set_rng_state(offset)
 
     def has_room_beside(self, graph: Any) -> bool:
+        return self.is_roomy
+
+    def can_hand_on(self, graph: Any) -> bool:
         return self.is_roomy
 
     def wait(self) -> None:

@@ -15,6 +15,7 @@ from lowtide import kernels
 from lowtide.codecs.bitmask import BitMask
 from lowtide.graphs.recording import Recording
 from lowtide.graphs.rooms import Rooms
+from lowtide.graphs.tables import Tables
 from lowtide.kernels import _rows, _sz_cuda, _tickets
 from lowtide.kernels._sz_cuda import SzCuda
 from lowtide.kernels._workspaces import Cell
@@ -52,7 +53,8 @@ class Net:
 
     def record(self, *, is_capturing: bool = True) -> tuple[Recording, list[torch.Tensor]]:
         self.rooms.begin()
-        recording = Recording(self.cell, self.rooms, is_capturing=is_capturing)
+        tables = Tables(self.pipeline.sites.memos())
+        recording = Recording(self.cell, self.rooms, is_capturing=is_capturing, tables=tables)
         with self.pipeline.recorded(recording):
             return recording, self.run()
 

@@ -101,6 +101,26 @@ def test_buffers_that_change_are_put_back():
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
 
 
+def test_buffers_are_compared_until_they_are_known_to_change(monkeypatch: pytest.MonkeyPatch):
+    """Each comparison waits for the device."""
+    model = nn.BatchNorm1d(4)
+    model.register_buffer("constant", torch.ones(2))
+    buffers, looks, equal = Buffers(model), [], torch.equal
+    monkeypatch.setattr(torch, "equal", lambda one, other: looks.append(one) or equal(one, other))
+    for count in (4, 1):
+        with buffers.watched():
+            model(torch.randn(8, 4))
+        assert len(looks) == count
+        looks.clear()
+    assert not buffers.are_covered
+    buffers.prepare()
+    assert buffers.are_covered
+    model.running_mean = torch.zeros(4)
+    with buffers.watched():
+        model(torch.randn(8, 4))
+    assert len(looks) == 2 and not buffers.are_covered, "another tensor has taken its place"
+
+
 def test_buffers_are_copied_in_lists_of_one_dtype(monkeypatch: pytest.MonkeyPatch):
     """Or each would be a launch of its own."""
     model = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(3)))

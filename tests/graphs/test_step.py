@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from typing import ClassVar
+from collections.abc import Iterable
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from lowtide.graphs.recording import Overflow, Recording
 from lowtide.graphs.rooms import Rooms
 from lowtide.graphs.step import GraphStep
 from lowtide.kernels._workspaces import Cell
+from lowtide.sites import Memo
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +39,7 @@ class Net:
         warmup: int = 4,
         refresh: int = 6,
         momentum: float | None = None,
+        beside: bool = False,
         **options: object,
     ) -> None:
         """With ``momentum``, there is an optimizer, and it tells Lowtide when a step has ended."""
@@ -54,7 +57,7 @@ class Net:
             lambda x, y: self.run(self.model, x, y), self.model, self.model.parameters(), self.tide._pipeline,
             self.machine, Cell(torch.device("cpu")), warmup=warmup, refresh=refresh, slack=0.125,
             is_measured=lambda: self.measured or self.tide._capture.on_named is not None,
-            moves=lambda: self.tide._moves,
+            moves=lambda: self.tide._moves, beside=beside,
         )  # fmt: skip
         self.tide._graphs.add(self.step)
 
@@ -84,6 +87,17 @@ class Net:
                 for model in (self.plain, self.model):
                     for item in model.parameters():
                         item.sub_(item.grad, alpha=0.1)
+
+
+def test_decoding_ahead_follows_the_order_of_the_rehearsal() -> None:
+    net = Net(beside=True)
+    net.train(4)
+    order = list(net.step._order)
+    assert order and len({number for number, _ in order}) > 1, "the rehearsal has been listened to"
+    assert order[0][0] > order[-1][0], "backward begins with what was saved last"
+    net.train(8)
+    assert net.step.replays and len(net.machine.besides) == 1 and net.machine.besides[0].joins > len(order)
+    assert not Net().machine.besides
 
 
 def test_eager_steps_and_replays_leave_the_same():
@@ -120,7 +134,7 @@ def test_a_replay_that_does_not_fit_is_repeated(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Recording, "look", overflow)
     net.train(1)
     monkeypatch.setattr(Recording, "look", look)
-    assert net.step._graph is None and net.step.nbytes == 0
+    assert net.step._graph is None and net.step.nbytes == 1000, "its pool is for the next one"
     net.train(6)
     assert (net.step.captures, net.step.replays) == (2, 2 + 3)
     expected = "the last one in call 7: 0:addmm.mat1 needed 2000 words and had 1000 and 1 more"
@@ -171,17 +185,23 @@ def test_bounds_that_have_moved_make_another_graph():
 
 
 class Sized(Recording):
-    """Of a step with one payload, whose bound gets old. ``needs`` are those of replays, ``rates`` of eager payloads."""
+    """Of a step with one payload, whose bound gets old, as does its graph: no other tables fit in.
+
+    ``needs`` are those of replays, ``rates`` of eager payloads.
+    """
 
     needs: ClassVar[list[float]] = []
     rates: ClassVar[list[float]] = []
     rooms: ClassVar[list[float]] = []
 
-    def __init__(self, cell: Cell, rooms: Rooms, *, is_capturing: bool) -> None:
-        super().__init__(cell, rooms, is_capturing=is_capturing)
+    def __init__(self, cell: Cell, rooms: Rooms, *, is_capturing: bool, **options: Any) -> None:
+        super().__init__(cell, rooms, is_capturing=is_capturing, **options)
         self.has_bounds, self._room = True, rooms.of("a")
         if is_capturing:
             self.rooms.append(self._room.make(self.rates.pop(0)))
+
+    def renew(self, memos: Iterable[Memo]) -> bool:
+        return False
 
     def look(self) -> list[Overflow]:
         need = self.needs.pop(0)

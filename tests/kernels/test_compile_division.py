@@ -52,13 +52,15 @@ def geometry_of(shape: tuple[int, ...], last: bool, dtype: torch.dtype, codec: D
     return found
 
 
-def build_encoder(target: Any, shape: tuple[int, ...], last: bool, dtype: torch.dtype, bits: int) -> Any:
+def build_encoder(
+    target: Any, shape: tuple[int, ...], last: bool, dtype: torch.dtype, bits: int, *, replayed: bool = False
+) -> Any:
     codec = Division(bits)
     geometry = geometry_of(shape, last, dtype, codec)
     halves = dict.fromkeys(("mean_ptr", "low_ptr", "scale_ptr"), "*i16")
     shares = dict.fromkeys(("inner", "right", "bottom", "corner"), "fp32")
-    types = {"x_ptr": f"*{TYPES[dtype]}", "codes_ptr": "*u8", **halves, **shares}
-    constants = {**geometry.constants, "COLUMNS": geometry.columns, "DITHER": True}
+    types = {"x_ptr": f"*{TYPES[dtype]}", "codes_ptr": "*u8", "number_ptr": "*i64", **halves, **shares}
+    constants = {**geometry.constants, "COLUMNS": geometry.columns, "DITHER": True, "REPLAYED": replayed}
     return build(division._encode, types, constants, target, num_warps=division._WARPS, **division._EXACT)
 
 
@@ -85,6 +87,14 @@ def test_kernels_round_where_they_say_and_spill_nothing(target: Any, case: Any, 
     decoder = build_decoder(target, shape, last, dtype, bits)
     used = usage(decoder, tmp_path)
     assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= 64, used
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[1]], ids=str)
+def test_encoder_of_graphs_is_as_lean(case: Any, tmp_path: Path) -> None:
+    encoder = build_encoder(CUDA["sm_90"], *case[:4], replayed=True)
+    used = usage(encoder, tmp_path)
+    assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= case[4], used
+    assert not [line for line in fused(encoder, tmp_path) if _EXACT_PRODUCT not in line]
 
 
 @pytest.mark.parametrize(("shape", "last"), [*((shape, False) for shape in (*MAPS, *ROWS[:2])), (MAPS[2], True)])
@@ -130,7 +140,7 @@ def test_kernels_compile_for_amd(name: str) -> None:
         assert spilled and not any(map(int, spilled))
 
 
-def test_other_layouts_are_left_to_the_codec() -> None:
+def test_other_layouts_have_no_geometry() -> None:
     def spec(x: torch.Tensor) -> TensorSpec:
         return TensorSpec(tuple(x.shape), tuple(x.stride()), x.dtype, torch.device("cpu"))
 

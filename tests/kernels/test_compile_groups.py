@@ -55,11 +55,14 @@ def _options() -> dict[str, Any]:
     return {"num_warps": groups._WARPS, **groups._EXACT}
 
 
-def build_encoder(target: Any, dtype: str, bits: int, dithered: bool, count: str, which: str) -> Any:
+def build_encoder(
+    target: Any, dtype: str, bits: int, dithered: bool, count: str, which: str, *, replayed: bool = False
+) -> Any:
     tile = groups._tile(Groups(bits), DTYPES[dtype])
     types = {"x_ptr": f"*{dtype}", "low_ptr": f"*{dtype}", "scale_ptr": "*i16", "codes_ptr": "*u8", "count": count}
-    types["index_ptr"] = "*i64"
+    types |= {"index_ptr": "*i64", "number_ptr": "*i64"}
     constants = {"BITS": bits, "GROUP": 256, "GROUPS": tile, "CHOSEN": which == "chosen", "DITHER": dithered}
+    constants["REPLAYED"] = replayed
     return build(groups._encode, types, constants, target, **_options())
 
 
@@ -103,6 +106,15 @@ def test_encoder_rounds_where_it_says(target: Any, combination: Any, tmp_path: P
     inexact = [line for line in fused(compiled, tmp_path) if _EXACT_PRODUCT not in line]
     assert not inexact, f"{len(inexact)} fused, such as {inexact[:3]}"
     assert {"min.NaN.f32", "max.NaN.f32"} <= set(re.findall(r"\b(?:min|max)\.NaN\.f32", compiled.asm["ptx"]))
+
+
+@pytest.mark.parametrize("combination", [ENCODERS[0], ENCODERS[1]], ids=["fp32", "bf16"])
+def test_encoder_of_graphs_is_as_lean(combination: Any, tmp_path: Path) -> None:
+    """One load more, of the replay's number."""
+    plain, replayed = (build_encoder(CUDA["sm_90"], *combination, replayed=flag) for flag in (False, True))
+    assert_lean(replayed, "encode", *combination[:2], tmp_path)
+    assert moves(replayed)["ld", 8] == moves(plain)["ld", 8] + 1
+    assert not [line for line in fused(replayed, tmp_path) if _EXACT_PRODUCT not in line]
 
 
 @pytest.mark.parametrize(("target", "combination"), _variants(DECODERS))

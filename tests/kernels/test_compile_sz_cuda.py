@@ -13,33 +13,36 @@ from lowtide.errors import LowtideError
 from lowtide.kernels import _nvrtc, _sz_cuda, _sz_jobs
 
 TENSOR, RUNS, INNER, ANY, FIXED = _sz_jobs._TENSOR, _sz_jobs._RUNS, _sz_jobs._INNER, _sz_jobs._ANY, _sz_jobs._FIXED
-# Kernel, dtype, kind, zero, dither, values, mask. All for one architecture, the first of each kernel for the others.
+V, M, B = "ONLY_VALUES", "ONLY_MASK", "BOTH"
+# Kernel, dtype, kind, zero, dither, values, what is given. For one architecture all, for others the first of a kernel.
 COMPILED = [
-    ("blocks_encode", "float", TENSOR, 0, True, 0, False),
-    ("blocks_encode", "Bfloat", RUNS, 1, True, 0, False),
-    ("blocks_decode", "Bfloat", TENSOR, 1, True, 0, False),
-    ("blocks_decode", "float", INNER, 0, False, 0, False),
-    ("rans_encode", "Bfloat", TENSOR, 2, True, 4, False),
-    ("rans_encode", "float", RUNS, 0, True, 3, False),
-    ("rans_encode", "Half", INNER, 1, True, 2, False),
-    ("rans_encode", "Bfloat", INNER, 0, True, 3, False),
-    ("rans_encode", "Bfloat", FIXED, 0, True, 3, False),
-    ("rans_encode", "Bfloat", ANY, 1, True, 1, False),
-    ("rans_decode", "Bfloat", TENSOR, 1, True, 4, False),
-    ("rans_decode", "float", RUNS, 0, True, 2, False),
-    ("rans_decode", "Half", INNER, 1, False, 3, False),
-    ("rans_decode", "Bfloat", INNER, 0, True, 3, False),
-    ("rans_decode", "Bfloat", FIXED, 0, True, 3, False),
-    ("rans_decode", "Bfloat", TENSOR, 1, True, 1, True),
+    ("blocks_encode", "float", TENSOR, 0, True, 0, V),
+    ("blocks_encode", "Bfloat", RUNS, 1, True, 0, V),
+    ("blocks_decode", "Bfloat", TENSOR, 1, True, 0, V),
+    ("blocks_decode", "float", INNER, 0, False, 0, V),
+    ("rans_encode", "Bfloat", TENSOR, 2, True, 4, V),
+    ("rans_encode", "float", RUNS, 0, True, 3, V),
+    ("rans_encode", "Half", INNER, 1, True, 2, V),
+    ("rans_encode", "Bfloat", INNER, 0, True, 3, V),
+    ("rans_encode", "Bfloat", FIXED, 0, True, 3, V),
+    ("rans_encode", "Bfloat", ANY, 1, True, 1, V),
+    ("rans_decode", "Bfloat", TENSOR, 1, True, 4, V),
+    ("rans_decode", "float", RUNS, 0, True, 2, V),
+    ("rans_decode", "Half", INNER, 1, False, 3, V),
+    ("rans_decode", "Bfloat", INNER, 0, True, 3, V),
+    ("rans_decode", "Bfloat", FIXED, 0, True, 3, V),
+    ("rans_decode", "Bfloat", TENSOR, 1, True, 1, M),
+    ("rans_decode", "Bfloat", TENSOR, 1, True, 3, B),
+    ("rans_decode", "float", TENSOR, 1, True, 2, B),
 ]
 # Bytes that kernels held to few registers spill for now, at most: none but these do.
 SPILLED = {
     ("sm_80", "blocks_encode<float, 0, 0, true>"): 8,
-    ("sm_80", "blocks_decode<Bfloat, 0, 1, true, false>"): 8,
+    ("sm_80", "blocks_decode<Bfloat, 0, 1, true, ONLY_VALUES>"): 8,
     ("sm_90", "blocks_encode<Bfloat, 1, 1, true>"): 64,
-    ("sm_90", "blocks_decode<Bfloat, 0, 1, true, false>"): 8,
+    ("sm_90", "blocks_decode<Bfloat, 0, 1, true, ONLY_VALUES>"): 8,
     ("sm_100", "blocks_encode<float, 0, 0, true>"): 24,
-    ("sm_100", "blocks_decode<Bfloat, 0, 1, true, false>"): 8,
+    ("sm_100", "blocks_decode<Bfloat, 0, 1, true, ONLY_VALUES>"): 8,
 }
 REGISTERS = {"blocks_encode": 64, "blocks_decode": 48, "rans_encode": 64, "rans_decode": 48}
 
@@ -73,11 +76,11 @@ IN_GRAPHS = [
 SPILLED_IN_GRAPHS = {
     ("sm_80", "rans_encode<Bfloat, 3, 3, 6, 0, true>"): 24,
     ("sm_80", "blocks_encode<float, 0, 0, true>"): 8,
-    ("sm_80", "blocks_decode<Bfloat, 0, 1, true, false>"): 8,
-    ("sm_90", "blocks_decode<Bfloat, 0, 1, true, false>"): 8,
+    ("sm_80", "blocks_decode<Bfloat, 0, 1, true, ONLY_VALUES>"): 8,
+    ("sm_90", "blocks_decode<Bfloat, 0, 1, true, ONLY_VALUES>"): 8,
     ("sm_90", "rans_encode<Bfloat, 3, 3, 6, 0, true>"): 24,
     ("sm_100", "blocks_encode<float, 0, 0, true>"): 24,
-    ("sm_100", "blocks_decode<Bfloat, 0, 1, true, false>"): 8,
+    ("sm_100", "blocks_decode<Bfloat, 0, 1, true, ONLY_VALUES>"): 8,
 }
 
 

@@ -28,11 +28,11 @@ LARGEST = {1: 256, 2: 16, 3: 6, 4: 4}
 
 
 def emulated(
-    kernel: str, device: int, dtype: str, entry: int, zero: int, dithered: bool, *, values: int = 0, mask: bool = False,
+    kernel: str, device: int, dtype: str, entry: int, zero: int, dithered: bool, *, values: int = 0, give: str = "0",
     replayed: bool = False,
 ) -> EmulatedFunction:  # fmt: skip
     program = _sz_cuda.REPLAYED if replayed else _sz_cuda.PROGRAM
-    return Emulated(program).function(_sz_cuda.expression(kernel, dtype, entry, zero, dithered, values, mask))
+    return Emulated(program).function(_sz_cuda.expression(kernel, dtype, entry, zero, dithered, values, give))
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +83,28 @@ def check(x: Tensor, codec: Sz, plan: Plan, *, seed: int = 3, masked: bool = Fal
     if masked and plan.zero_code:
         for payload in (got, expected):
             assert_same_values(twin.nonzero(payload), (x != 0).to(x.dtype), "nonzero")
+        both = twin.decode_both_aside(got, Beside())
+        assert (both is None) == (plan.model is None), "only rans gives both"
+        if both is not None:
+            assert_same_values(both[0], values, "values with their mask")
+            assert_same_values(both[1], (x != 0).to(x.dtype), "the mask with its values")
     return got
+
+
+class Beside:
+    """Where kernels run beside a step: here, right away."""
+
+    def __init__(self) -> None:
+        self.held: list[Tensor] = []
+
+    def begin(self) -> int:
+        return 0
+
+    def hold(self, *tensors: Tensor) -> None:
+        self.held += tensors
+
+    def join(self) -> None:
+        self.held.clear()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from guarded import Guarded
 from same_payload import assert_same_values
 from simt import requires_compiler
-from test_kernel_sz_cuda import emulated
+from test_kernel_sz_cuda import Beside, emulated
 from torch import Tensor
 
 from lowtide.codecs.sz import Plan, Sz
@@ -112,6 +112,24 @@ def test_what_did_not_fit_is_nan_and_the_rest_is_right(coder: str, guarded: Guar
         for chunk in range(len(starts)):
             got, right = (values[chunk * size : (chunk + 1) * size] for values in (decoded, expected))
             assert bool(got.isnan().all()) if chunk in lost else torch.equal(got, right), f"chunk {chunk} of {room}"
+
+
+@requires_compiler
+@pytest.mark.parametrize("coder", ["blocks", "rans"])
+def test_beside_a_step_all_that_a_launch_touches_is_held(coder: str) -> None:
+    twin, x, plan = make(coder)
+    beside = Beside()
+    replay = Replay(Cell(CPU), beside)
+    encoded, _ = encode(twin, x, plan, replay)
+    expected = twin.decode(encode(twin, x, plan, Replay(Cell(CPU)))[0])
+    held = {tensor.data_ptr() for tensor in beside.held}
+    assert x.data_ptr() in held and encoded.tensors["heads" if coder == "rans" else "offsets"].data_ptr() in held
+    assert {plan.grid.inverse.data_ptr(), plan.grid.promised.data_ptr()} <= held
+    beside.join()
+    decoded = twin.decode_aside(encoded, beside, mask=False)
+    assert_same_values(decoded, expected, "decoded beside the step")
+    held = {tensor.data_ptr() for tensor in beside.held}
+    assert {decoded.data_ptr(), *(part.data_ptr() for part in encoded.tensors.values())} <= held
 
 
 @requires_compiler

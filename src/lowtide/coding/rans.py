@@ -40,7 +40,7 @@ _LOW = 1 << 15
 ZERO_CODE = 4096
 _ESCAPE_BITS = 32
 _STATE_BITS = 24  # a lane: of the 32 that are stored, about 8 carry symbols
-_FEWEST_ROWS, _MANY_CHUNKS = 32, 1024
+_FEWEST_ROWS, _MANY_CHUNKS = 32, 2048
 _MANY_ESCAPES = {4: 2e-4, 3: 2e-4, 2: 4e-3}  # of all values: a lane that meets one keeps its warp waiting
 
 
@@ -101,15 +101,25 @@ def fit(q: Tensor, zero: Tensor | None, count: int, before: Model | None = None)
     """The model for tensors of ``count`` values of which ``q`` (and where they are zero) are a sample, on the CPU.
 
     More values a symbol are faster and fewer can be smaller: the most that cost at most 2 % over the least. As many as
-    ``before`` if that still does as well as it did: each number of values has kernels of its own to compile.
+    ``before`` if that still does as well as it did: each number of values has kernels of its own to compile. And its
+    very alphabet if another would gain less than 1 %: a captured graph can change its shares, but not its alphabet.
     """
     if before is not None:
         model = _fit(q, zero, before.alphabet.values, count)
         if model.bits <= before.bits * 1.1:
-            return model
+            return _keep_alphabet(q, zero, model, before.alphabet)
     models = [_fit(q, zero, values, count) for values in _LARGEST]
     least = min(model.bits for model in models)
     return next(model for model in models if model.bits <= least * 1.02 + 0.002)
+
+
+def _keep_alphabet(q: Tensor, zero: Tensor | None, model: Model, alphabet: Alphabet) -> Model:
+    """The model with ``alphabet``, if it has the same symbols and chunks and takes hardly more than ``model``."""
+    new = model.alphabet
+    if alphabet == new or (alphabet.zero, alphabet.rows) != (new.zero, new.rows):
+        return model
+    kept = _model(alphabet, alphabet.digits(q, zero))
+    return kept if kept.bits <= model.bits * 1.01 else model
 
 
 def _fit(q: Tensor, zero: Tensor | None, values: int, count: int) -> Model:
@@ -119,7 +129,12 @@ def _fit(q: Tensor, zero: Tensor | None, values: int, count: int) -> Model:
     size, low = _window(q, zero, _LARGEST[values])
     digits = Alphabet(values, size, low, zero is not None, 0, rows).digits(q, zero)
     seen = torch.bincount(digits[digits >= 0], minlength=size).double()
-    alphabet = Alphabet(values, size, low, zero is not None, int(seen.argmax()), rows)
+    return _model(Alphabet(values, size, low, zero is not None, int(seen.argmax()), rows), digits)
+
+
+def _model(alphabet: Alphabet, digits: Tensor) -> Model:
+    """The shares of the symbols of an alphabet, from the digits that a sample has in it."""
+    values, size = alphabet.values, alphabet.size
     known = digits + (digits < 0) * (alphabet.fill + 1)  # outside of the alphabet a digit is -1
     symbols = alphabet.symbols_of(_sequences(known).unflatten(-1, (-1, values)))
     joint = torch.bincount(symbols.flatten(), minlength=alphabet.symbols).double()

@@ -1,14 +1,23 @@
-"""The device as a captured step needs it: a stream for what is not a replay, graphs, random numbers, memory."""
+"""The device as a captured step needs it: a stream for what is not a replay, graphs, random numbers, memory.
+
+A graph's pool is memory that torch's allocator hands out only while that graph, or one that shares its pool, is
+captured. To give it back and ask the driver for it again takes time, so a graph takes over the pool of the one before
+it. Torch's rules for that: a graph of the pool is still there when the capture begins; what must outlive the
+capture is held as a tensor, since whatever is free in the pool may be used again; and the old graph, which would write
+to it, is never replayed after that.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 
 from lowtide.errors import GraphError
+from lowtide.kernels._aside import Aside, Stream
 from lowtide.payloads import in_use
 
 
@@ -26,7 +35,9 @@ class Machine(Protocol):
 
     def eager(self) -> contextlib.AbstractContextManager[None]: ...
 
-    def capture(self, body: Callable[[], Any]) -> tuple[Graph, Any]: ...
+    def aside(self) -> Aside: ...
+
+    def capture(self, body: Callable[[], Any], before: Graph | None) -> tuple[Graph, Any]: ...
 
     def random(self) -> int: ...
 
@@ -34,26 +45,75 @@ class Machine(Protocol):
 
     def has_room_beside(self, graph: Graph) -> bool: ...
 
+    def can_hand_on(self, graph: Graph) -> bool: ...
+
     def wait(self) -> None: ...
+
+
+_SCATTERED = 1.25  # times its first size: a pool that has grown so much has gaps that no new tensor fits
+_SPARE = 0.25  # of a pool, to be free on the device: what it may grow by while nothing else can be given back
 
 
 class CudaGraph:
     """A graph and the bytes of its pool, which nobody else can use while it lives."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device, before: CudaGraph | None = None) -> None:
+        """In the pool of ``before``, which must live until this one has been recorded."""
         self._graph = torch.cuda.CUDAGraph()
-        self.nbytes = 0
+        self._device = device
+        self._pool: Any = before._pool if before is not None else torch.cuda.graph_pool_handle()
+        self.nbytes: int = before.nbytes if before is not None else 0
+        self._first: int = before._first if before is not None else 0  # its bytes after the first capture
+
+    @property
+    def is_scattered(self) -> bool:
+        return self.nbytes > _SCATTERED * self._first
 
     def replay(self) -> None:
         self._graph.replay()
 
-    def record(self, body: Callable[[], Any], stream: torch.cuda.Stream) -> Any:
-        # Other threads (data loaders that pin memory) go on doing what only this one must not do.
-        with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
-            before = torch.cuda.memory_reserved(stream.device)
-            result = body()
-        self.nbytes = max(torch.cuda.memory_reserved(stream.device) - before, 0)
+    def record(self, body: Callable[[], Any]) -> Any:
+        """On the current stream. Does without what ``torch.cuda.graph`` does before: to wait, and to empty caches."""
+        reserved = torch.cuda.memory_reserved(self._device)
+        with _no_collection():
+            # Other threads (data loaders that pin memory) go on doing what only this one must not do.
+            self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                result = body()
+            finally:
+                self._end()
+        self.nbytes += max(torch.cuda.memory_reserved(self._device) - reserved, 0)
+        self._first = self._first or self.nbytes
         return result
+
+    def _end(self) -> None:
+        """Whatever has happened: the stream and the allocator must not stay as they are within a capture."""
+        try:
+            self._graph.capture_end()
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _abandon(self) -> None:
+        """Where CUDA has given up a capture, torch leaves its allocator in it: its pool is let go here."""
+        with contextlib.suppress(RuntimeError):
+            self._graph.pool()  # refused unless torch has come so far that it does all this itself
+            return
+        for let_go in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+            with contextlib.suppress(RuntimeError):
+                let_go(self._device.index, self._pool)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Garbage that is found during a capture may hold events, memory and graphs, which nobody may touch then."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class Cuda:
@@ -72,9 +132,19 @@ class Cuda:
             yield
         current.wait_stream(self._stream)
 
-    def capture(self, body: Callable[[], Any]) -> tuple[CudaGraph, Any]:
-        """The graph of what ``body`` launches, and what it returns; nothing of it has run."""
-        graph, cause = CudaGraph(), None
+    def aside(self) -> Aside:
+        """A stream for what runs beside the step in its graph."""
+        return Stream(self._device)
+
+    def capture(self, body: Callable[[], Any], before: Graph | None) -> tuple[CudaGraph, Any]:
+        """The graph of what ``body`` launches, and what it returns; nothing of it has run.
+
+        It takes over the pool of ``before``, which is not replayed any more.
+        """
+        assert before is None or isinstance(before, CudaGraph)
+        if before is None or self._free() < _SPARE * before.nbytes:
+            torch.cuda.empty_cache()  # as long as a graph is captured, torch gives nothing back
+        graph, cause = CudaGraph(self._device, before), None
 
         def run() -> Any:
             nonlocal cause
@@ -87,7 +157,7 @@ class Cuda:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         try:
             with torch.cuda.stream(self._stream):
-                return graph, graph.record(run, self._stream)
+                return graph, graph.record(run)
         except Exception as error:
             if isinstance(cause, GraphError):
                 raise cause from None
@@ -108,6 +178,16 @@ class Cuda:
         assert isinstance(graph, CudaGraph)
         used, limit = in_use(self._device)
         return used + 2.25 * graph.nbytes < limit
+
+    def _free(self) -> float:
+        """Bytes that torch can still get from the driver."""
+        _, limit = in_use(self._device)
+        return min(torch.cuda.mem_get_info(self._device)[0], limit - torch.cuda.memory_reserved(self._device))
+
+    def can_hand_on(self, graph: Graph) -> bool:
+        """Whether to keep a graph that is not replayed any more until the next one can have its pool."""
+        assert isinstance(graph, CudaGraph)
+        return not graph.is_scattered and self.has_room_beside(graph)
 
     def wait(self) -> None:
         torch.cuda.current_stream(self._device).synchronize()

@@ -5,6 +5,7 @@ Nothing here waits or asks the device while a graph is captured. Numbers in brac
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,16 +13,21 @@ from torch import Tensor
 
 from lowtide.codecs import Codec
 from lowtide.errors import GraphError
+from lowtide.graphs.beside import Ahead, Ask, Listener
 from lowtide.graphs.rooms import Room, Rooms
+from lowtide.graphs.tables import Tables
 from lowtide.kernels import _tickets
+from lowtide.kernels._aside import Aside
 from lowtide.kernels._tickets import Ticket
 from lowtide.kernels._workspaces import Cell, Replay
+from lowtide.payloads import Payload
 from lowtide.records import Bound, Encoded
 from lowtide.sites import Memo
 from lowtide.stores import Store
 from lowtide.stores.device import Device
 
-_CAPTURED = "bitmask, identity, shape, window_index, and sz on NVIDIA GPUs"
+_CAPTURED = ("bitmask", "division", "groups", "identity", "norm_groups", "sample_groups", "shape", "sz", "window_index")
+_WASTEFUL = 0.98  # of the room that a graph has; if another one would do with less, it is worth its capture
 _MOST_TICKETS = 4096  # payloads of a graph for which there is pinned memory before the capture begins
 
 
@@ -46,6 +52,12 @@ class _Gauge:
     ticket: Ticket
     room: Room | None = None  # of its site, where sizes vary
     numel: int = 1
+    memo: Memo | None = None
+    codec: Any = None
+
+    def words_for(self, rate: float) -> int:
+        words: int = self.codec.room(rate * self.numel, slack=0.0)
+        return words
 
 
 class Recording:
@@ -55,47 +67,102 @@ class Recording:
     nothing has to be compiled or loaded while a graph is captured.
     """
 
-    def __init__(self, cell: Cell, rooms: Rooms, *, is_capturing: bool) -> None:
-        self.replay = Replay(cell)
+    def __init__(
+        self,
+        cell: Cell,
+        rooms: Rooms,
+        *,
+        is_capturing: bool,
+        tables: Tables | None = None,
+        aside: Aside | None = None,
+        order: Sequence[Ask] = (),
+    ) -> None:
+        """``tables`` are those of the graph; a rehearsal uses what sites have.
+
+        With ``aside`` encoders and decoders run beside the step, and payloads are decoded ahead in this ``order``.
+        """
+        self.replay = Replay(cell, aside)
         self.is_capturing = is_capturing
+        self._listener = None if is_capturing else Listener()
+        self._ahead = Ahead(order, aside) if aside is not None else None
         self.has_bounds = False  # what is baked into the graph gets old
         self._rooms = rooms
         self._gauges: list[_Gauge] = []
-        self._plans: list[Any] = []  # their tables are read by every replay
+        self._tables = tables
         if is_capturing:
             _tickets.reserve(_MOST_TICKETS)
+
+    @property
+    def order(self) -> list[Ask]:
+        """In which payloads have been asked for."""
+        return self._listener.asked if self._listener is not None else []
+
+    def enlist(self, payload: Payload) -> None:
+        """The next payload of the step."""
+        decoder = self._ahead or self._listener
+        if decoder is not None:
+            decoder.enlist(payload)
+
+    def finish(self) -> None:
+        """The step has ended; belongs to the capture."""
+        if self._ahead is not None:
+            self._ahead.finish()
 
     def check(self, codec: Codec, store: Store, site: str) -> None:
         """Refuse what cannot be captured, before it breaks the capture."""
         if not getattr(codec, "replays", False):
             raise GraphError(
                 f"{site} is held by the codec {codec.name!r}, which cannot be captured in a CUDA graph: it waits for "
-                f"the device, or its dither would be the same in every replay. Those that can: {_CAPTURED}"
+                "the device, or its dither would be the same in every replay. Those that can: "
+                f"{', '.join(_CAPTURED)}, where kernels for GPUs do the work"
             )
         if not isinstance(store, Device):
             raise GraphError(f"{site} is held by the store {type(store).__name__}; in a CUDA graph use store='device'")
 
     def encode(self, x: Tensor, codec: Any, site: str, seed: int) -> Encoded:
         """A payload of known size. Where the device tests whether it is one, the room is for no misfits."""
-        if not getattr(codec, "ticketed", False):
-            encoded: Encoded = codec.encode(x, seed=seed)
-            return encoded
-        encoded = codec.encode(x, seed=seed, ticket=self._ticket(_Gauge(site, 0, _tickets.take())))
+        options: dict[str, Any] = {"seed": seed}
+        if getattr(codec, "takes_replay", False):
+            options["replay"] = self.replay
+        if getattr(codec, "ticketed", False):
+            options["ticket"] = self._ticket(_Gauge(site, 0, _tickets.take()))
+        encoded: Encoded = codec.encode(x, **options)
         return encoded
 
     def encode_bounded(
         self, x: Tensor, codec: Any, site: str, seed: int, memo: Memo, bound: Bound, plan: Any
     ) -> Encoded:
         """A payload with the room of its site."""
+        assert self._tables is not None, "a graph has tables"
         room = self._rooms.of(site)
         words = codec.room(room.make(memo.rate) * x.numel(), slack=0.0)
-        ticket = self._ticket(_Gauge(site, words, _tickets.take(), room, max(x.numel(), 1)))
-        self._plans.append(memo.plan)
+        ticket = self._ticket(_Gauge(site, words, _tickets.take(), room, max(x.numel(), 1), memo, codec))
+        plan = self._tables.plan(memo, plan)
         self.has_bounds = True
         encoded: Encoded = codec.encode(
             x, bound, seed=seed, plan=plan, capacity=words, ticket=ticket, replay=self.replay
         )
         return encoded
+
+    def is_wasteful(self) -> bool:
+        """Whether payloads have much more room than those of another graph would have."""
+        sized = self._sized()
+        wanted = sum(gauge.words_for(room.make(memo.rate)) for gauge, room, memo in sized)
+        return wanted < _WASTEFUL * sum(gauge.words for gauge, _, _ in sized)
+
+    def renew(self, memos: Iterable[Memo]) -> bool:
+        """Go on with what sites have learnt since the capture; False where that takes another graph.
+
+        ``memos`` are all of the session. No replay is under way.
+        """
+        assert self._tables is not None, "a graph has tables"
+        fits = all(gauge.words_for(room.least(memo.rate)) <= gauge.words for gauge, room, memo in self._sized())
+        return fits and self._tables.renew(memos)
+
+    def _sized(self) -> list[tuple[_Gauge, Room, Memo]]:
+        return [
+            (item, item.room, item.memo) for item in self._gauges if item.room is not None and item.memo is not None
+        ]
 
     def _ticket(self, gauge: _Gauge) -> Tensor:
         self._gauges.append(gauge)

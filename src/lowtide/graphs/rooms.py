@@ -21,7 +21,7 @@ class Room:
         self._needed = 0.0  # the most that a replay of it needed
 
     def begin(self) -> None:
-        """Another graph is captured."""
+        """Another graph is captured, or this one renewed."""
         self._seen, self._base, self._needed = self._needed, 0.0, 0.0
 
     def forget(self) -> None:
@@ -30,9 +30,16 @@ class Room:
 
     def make(self, rate: float) -> float:
         """How large to make it where the last eager payload took ``rate``; never more than twice that."""
+        return self._with(self.slack, rate)
+
+    def least(self, rate: float) -> float:
+        """How large one that is there has to be to do instead: half the slack is still what payloads have grown by."""
+        return self._with(self.slack / 2, rate)
+
+    def _with(self, slack: float, rate: float) -> float:
         base = max(rate, self._seen)
         self._base = max(self._base, base)  # several payloads may share a site
-        return min(base * (1 + self.slack), rate * (1 + MOST))
+        return min(base * (1 + slack), rate * (1 + MOST))
 
     def note(self, rate: float) -> None:
         """What a replay needed."""

@@ -14,7 +14,7 @@ class Mode(Enum):
     MEASURE = "measure"  # eager; all of them are measured
     SETTLE = "settle"  # eager; what was measured reaches the host
     REHEARSE = "rehearse"  # eager; the tables made of it are in use, with the kernels of a graph
-    CAPTURE = "capture"
+    CAPTURE = "capture"  # or renew the graph that is there
     REPLAY = "replay"
 
 
@@ -47,16 +47,22 @@ class Schedule:
         return Mode.REPLAY if self._has_graph else Mode.CAPTURE
 
     def captured(self) -> None:
+        """There is a graph, a new one or one that is as good."""
         self._has_graph, self._replays = True, 0
 
     def replayed(self, *, gets_old: bool) -> bool:
         """Take note of a replay; True if it was the last one of its graph."""
         self._replays += 1
-        if not gets_old or self._replays < self._interval:
+        if not gets_old or self._left > 0 or self._replays < self._interval:
             return False
         self._interval = min(2 * self._interval, self._refresh)
         self.prepare()
         return True
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all has been measured, and only the rehearsal is left before a capture."""
+        return self._left == 1
 
     @property
     def has_lasted(self) -> bool:
@@ -64,7 +70,7 @@ class Schedule:
         return self._has_graph and self._replays >= min(_FIRST_INTERVAL, self._refresh)
 
     def prepare(self) -> None:
-        """Something that is baked into the graph has changed, or may have: capture another one soon."""
+        """Something that is baked into the graph has changed, or may have: renew it soon, or capture another one."""
         self._left, self._has_graph = max(self._left, len(_LAST)), False
 
     def overflowed(self) -> None:

@@ -102,8 +102,12 @@ class Buffers:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Find out in an eager step which ones do, by their values: batch norms do not count up versions."""
-        before = {name: (buffer, buffer.clone()) for name, buffer in self._model.named_buffers()}
+        """Find out in an eager step which ones do, by their values: batch norms do not count up versions.
+
+        Those that are known to are not looked at again: each look waits for the device.
+        """
+        unknown = [item for item in self._model.named_buffers() if self._changed.get(item[0]) is not item[1]]
+        before = {name: (buffer, buffer.clone()) for name, buffer in unknown}
         yield
         for name, (buffer, value) in before.items():
             if not torch.equal(buffer, value):
@@ -127,6 +131,12 @@ class Buffers:
             alike.setdefault((buffer.device, buffer.dtype), []).append(buffer)
         self._groups = [(group, [torch.empty_like(buffer) for buffer in group]) for group in alike.values()]
 
+    @property
+    def are_covered(self) -> bool:
+        """Whether there are copies of all that are known to change, as they are now."""
+        covered = {id(buffer) for buffers, _ in self._groups for buffer in buffers}
+        return all(id(buffer) in covered for buffer in self._changed.values())
+
     def save(self) -> None:
         """Part of the graph: what they were before the step."""
         for buffers, copies in self._groups:
@@ -136,3 +146,21 @@ class Buffers:
         with torch.no_grad():
             for buffers, copies in self._groups:
                 torch._foreach_copy_(buffers, copies)
+
+
+class Addresses:
+    """Where a model's tensors lay when its step was captured: a graph knows them by nothing else."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._known: list[int] = []
+
+    def note(self) -> None:
+        self._known = self._look()
+
+    @property
+    def are_the_same(self) -> bool:
+        return self._look() == self._known
+
+    def _look(self) -> list[int]:
+        return [item.data_ptr() for item in (*self._model.parameters(), *self._model.buffers())]

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lowtide.errors import GraphError, LowtideWarning
+from lowtide.graphs.beside import Ask
 from lowtide.graphs.machine import Cuda, Graph, Machine
 from lowtide.graphs.recording import Overflow, Recording
 from lowtide.graphs.rooms import MOST, Rooms
 from lowtide.graphs.schedule import Mode, Schedule
-from lowtide.graphs.state import Buffers, Gradients
+from lowtide.graphs.state import Addresses, Buffers, Gradients
+from lowtide.graphs.tables import Tables
 from lowtide.kernels._workspaces import Cell
 from lowtide.ledger import Ledger
 from lowtide.sites import Sites
@@ -44,8 +46,8 @@ class Recorder(Protocol):
 class GraphStep:
     """Made by ``Session.graph``. Call it with a batch, as the function that it was made of; it returns the same.
 
-    ``calls``, ``measured`` (by the method's controller), ``captures``, ``replays`` and ``overflows`` count what has
-    happened so far.
+    ``calls``, ``measured`` (by the method's controller), ``captures``, ``renewals`` (of a graph's tables, which takes
+    no capture), ``replays`` and ``overflows`` count what has happened so far.
     """
 
     def __init__(
@@ -62,8 +64,12 @@ class GraphStep:
         slack: float,
         is_measured: Callable[[], bool],
         moves: Callable[[], int],
+        beside: bool = False,
     ) -> None:
-        """``is_measured``: whether statistics are wanted of this step. ``moves``: how often bounds have moved."""
+        """``is_measured``: whether statistics are wanted of this step. ``moves``: how often bounds have moved.
+
+        ``beside``: whether encoders and decoders have a stream of their own within the graph.
+        """
         if not 0 <= slack <= MOST:
             raise GraphError(f"slack is a share of a payload, from 0 to {MOST:g}; got {slack!r}")
         self._step = step
@@ -71,8 +77,11 @@ class GraphStep:
         self._is_measured, self._count_moves = is_measured, moves
         self._schedule = Schedule(warmup, refresh)
         self._warmup, self._rooms = warmup, Rooms(slack)
-        self._gradients, self._buffers = Gradients(parameters), Buffers(model)
+        self._aside = machine.aside() if beside else None
+        self._order: list[Ask] = []  # of what backward asks for, from the last rehearsal
+        self._gradients, self._buffers, self._addresses = Gradients(parameters), Buffers(model), Addresses(model)
         self._graph: Graph | None = None
+        self._before: Graph | None = None  # one that is not replayed any more, for its pool
         self._recording: Recording | None = None
         self._inputs: list[Any] = []
         self._output: Any = None
@@ -80,7 +89,7 @@ class GraphStep:
         self._strangers = 0  # calls in a row with inputs of another shape
         self._moves = moves()
         self._has_warned = False
-        self.calls = self.measured = self.captures = self.replays = 0
+        self.calls = self.measured = self.captures = self.renewals = self.replays = 0
         self.overflows: list[tuple[int, list[Overflow]]] = []  # with the number of the call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -92,15 +101,20 @@ class GraphStep:
             if self._schedule.has_lasted:
                 self._rooms.narrow()
             self._rooms.forget()
-            self._drop()
+            self._retire()
             self._schedule.prepare()
         is_measured = self._is_measured()
         self.measured += is_measured
         if not self._is_expected(key) or is_measured or not torch.is_grad_enabled():
             return self._run_beside(leaves, tree)
+        if self._graph is not None and self._schedule.is_settled and self._recorder.sites.is_fitting:
+            return self._replay(leaves, tree)  # by the tables that it has, until there are others
         mode = self._schedule.next()
         if mode is Mode.CAPTURE:
-            self._capture(leaves, tree)
+            self._rooms.begin()
+            if not self._renew():
+                self._capture(leaves, tree)
+            self._schedule.captured()
         elif mode is not Mode.REPLAY:
             return self._run(leaves, tree, mode)
         return self._replay(leaves, tree)
@@ -108,6 +122,8 @@ class GraphStep:
     def describe(self) -> str:
         """A line for the session's report."""
         text = f"CUDA graph: {self.replays} of {self.calls} steps replayed, {self.captures} captures"
+        if self.renewals:
+            text += f", {self.renewals} renewals"
         if self.measured:
             text += f", {self.measured} steps measured for the method"
         if self.overflows:
@@ -121,7 +137,7 @@ class GraphStep:
     def nbytes(self) -> int:
         """Bytes that belong to the graph and nobody else can use: its pool, and copies of the batch and of buffers."""
         if self._graph is None:
-            return 0
+            return self._before.nbytes if self._before is not None else 0
         inputs = sum(leaf.nbytes for leaf in self._inputs if isinstance(leaf, Tensor))
         return self._graph.nbytes + inputs + self._buffers.nbytes
 
@@ -149,7 +165,8 @@ class GraphStep:
 
     def _run_beside(self, leaves: list[Any], tree: Any) -> Any:
         """A step that no graph is for. The graph is given up if there is no memory for both."""
-        if self._graph is not None and not self._machine.has_room_beside(self._graph):
+        pool = self._graph or self._before
+        if pool is not None and not self._machine.has_room_beside(pool):
             self._drop()
             self._schedule.prepare()
         return self._run(leaves, tree, Mode.SETTLE if self._graph is not None else Mode.EAGER)
@@ -170,7 +187,9 @@ class GraphStep:
                 output = _detached(self._call(leaves, tree))
             finally:
                 sites.due = None
-        if mode in _DUE:
+        if mode is Mode.REHEARSE:
+            self._order = recording.order
+        if mode in _DUE and not (mode is Mode.SETTLE and self._graph is not None):  # beside a graph nobody waits
             self._recorder.finish()
         return output
 
@@ -180,23 +199,42 @@ class GraphStep:
 
     def _capture(self, leaves: list[Any], tree: Any) -> None:
         _refuse_unsuitable(leaves)
+        self._retire()
         self._inputs = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._rooms.begin()
-        recording = Recording(self._cell, self._rooms, is_capturing=True)
+        tables = Tables(self._recorder.sites.memos())
+        recording = Recording(
+            self._cell, self._rooms, is_capturing=True, tables=tables, aside=self._aside, order=self._order
+        )
         self._buffers.prepare()
+        self._addresses.note()
         _forget_casts()
 
         def body() -> Any:
             self._cell.advance()
             self._buffers.save()
-            return _detached(self._call(self._inputs, tree))
+            output = _detached(self._call(self._inputs, tree))
+            recording.finish()
+            return output
 
         with self._recorder.recorded(recording), self._gradients.captured(), self._buffers.captured():
-            self._graph, self._output = self._machine.capture(body)
+            self._graph, self._output = self._machine.capture(body, self._before)
+        self._before = None
         _forget_casts()
         self._recording = recording
-        self._schedule.captured()
         self.captures += 1
+
+    def _renew(self) -> bool:
+        """Replay the graph at hand with what was measured since its capture, if that is all that has changed."""
+        recording = self._recording
+        if recording is None or not self._buffers.are_covered or not self._addresses.are_the_same:
+            return False
+        if recording.is_wasteful():
+            self._drop()
+            return False
+        if not recording.renew(self._recorder.sites.memos()):
+            return False
+        self.renewals += 1
+        return True
 
     def _replay(self, leaves: list[Any], tree: Any) -> Any:
         assert self._graph is not None and self._recording is not None, "there is a graph to replay"
@@ -216,7 +254,8 @@ class GraphStep:
         output = _copied(self._output)
         if self._schedule.replayed(gets_old=self._recording.has_bounds):
             self._rooms.narrow()
-            self._drop()
+            if not self._machine.has_room_beside(self._graph):
+                self._drop()
         return output
 
     def _repeat(self, leaves: list[Any], tree: Any, overflows: list[Overflow], random: int) -> Any:
@@ -225,15 +264,24 @@ class GraphStep:
         self._gradients.undo()
         self._buffers.undo()
         self._machine.set_random(random)
-        self._drop()
+        self._retire()
         self._schedule.overflowed()
         return self._run(leaves, tree, Mode.EAGER)
+
+    def _retire(self) -> None:
+        """Replay the graph no more. Its pool is for the next one, if there is room for it until then."""
+        graph = self._graph
+        if graph is None:
+            return
+        before = graph if self._machine.can_hand_on(graph) else None
+        self._drop()
+        self._before = before
 
     def _drop(self) -> None:
         """Let go of the graph and its memory, when it has run; the gradients that parameters have stay theirs."""
         if self._graph is not None:
             self._machine.wait()
-        self._graph = self._recording = self._output = None
+        self._graph = self._before = self._recording = self._output = None
         self._inputs = []
         self._gradients.drop()
 

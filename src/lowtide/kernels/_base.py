@@ -14,6 +14,7 @@ class Twin:
     carries_values: ClassVar[bool] = True
     takes_bound: ClassVar[bool] = False
     ticketed: ClassVar[bool] = False
+    takes_replay: ClassVar[bool] = False  # by ``encode``, so that each replay of a graph has dither of its own
 
     @property
     def name(self) -> str:

@@ -29,6 +29,15 @@ def higher_of(a, b):
 
 
 @triton.jit
+def key_of(low_key, number_ptr, REPLAYED: tl.constexpr):
+    """The dither's first key. A launch of a graph has the same one every time: there a number in memory is added."""
+    if REPLAYED:
+        return low_key.to(tl.uint32) + tl.load(number_ptr).to(tl.uint32)
+    else:
+        return low_key
+
+
+@triton.jit
 def hash_word(word, low_key, high_key):
     word = word + low_key.to(tl.uint32)
     word = word ^ (word >> 16)

@@ -22,6 +22,7 @@ from lowtide.codecs.sz import Plan, Sz
 from lowtide.coding import dither, layout
 from lowtide.coding.grid import Grid
 from lowtide.kernels import _nvrtc, _rows, _tickets
+from lowtide.kernels._aside import Aside
 from lowtide.kernels._nvrtc import current_stream
 from lowtide.kernels._sz_jobs import ROUND, TYPES, WARPS, Decoding, Encoding, decoding_of, encoding_of
 from lowtide.kernels._sz_twin import SzTwin
@@ -37,9 +38,10 @@ PROGRAM = _nvrtc.Program.read(
 # The same for graphs that are replayed: sz_args.cuh says what is different.
 REPLAYED = _nvrtc.Program("sz_replayed", f"#define REPLAYED true\n{PROGRAM.source}")
 
-_ARGS = struct.Struct("<12Q2Q4I2I4if5Ii6I4xQ")
+_ARGS = struct.Struct("<12Q2Q4I2I4if5Ii6I4xQQ")
 _NO_DIGITS = (0.0, 0, 0, 0, 0, 0, 0)
-_SLACK = 1 / 32  # of room beyond the last payload of the same place
+_VALUES, _MASK, _BOTH = "ONLY_VALUES", "ONLY_MASK", "BOTH"  # what a decoder gives, as the kernels name it
+_SLACK = 1 / 48  # of room beyond the last payload of the same place
 _SMALL = 1 << 15  # values; below, the heads of rans outweigh its gain
 
 
@@ -49,6 +51,7 @@ class SzCuda(SzTwin):
 
     ticketed: ClassVar[bool] = True
     replays: ClassVar[bool] = True
+    takes_replay: ClassVar[bool] = True
 
     @classmethod
     def of(cls, codec: Sz) -> SzCuda:
@@ -154,9 +157,14 @@ class SzCuda(SzTwin):
         arguments = _ARGS.pack(
             x.data_ptr(), inverse_at, promised_at, step_at, centre_at, freqs_at, words_at, heads_at, headers_at, work,
             ticket.data_ptr(), spill, job.numel, capacity, job.chunks, low, high, epoch, *job.sizes, _SLOTS,
-            *job.digits, *job.where.numbers, number_at,
+            *job.digits, *job.where.numbers, number_at, 0,
         )  # fmt: skip
+        aside = replay.aside if replay is not None else None
+        if aside is not None:
+            stream = aside.begin()
         function.launch(job.blocks, WARPS * 32, job.shared, arguments, stream)
+        if aside is not None:
+            aside.hold(x, buffer, *ready.lent)
         encoded = Encoded(
             self.codec.name, self.codec.version, ready.spec, {**job.meta, "seed": seed}, _Parts(buffer, ready)
         )
@@ -167,33 +175,63 @@ class SzCuda(SzTwin):
         object.__setattr__(encoded, "hint", hint)
         return encoded
 
-    def _decode(self, encoded: Encoded, *, mask: bool) -> Tensor:
-        spec, hint = encoded.spec, encoded.hint
-        if type(hint) is not _Hint:
-            encoded.require(self.codec.name, self.codec.version)
-            hint = _Hint.of(encoded)
-            if hint is None:
-                return self.codec.nonzero(encoded) if mask else self.codec.decode(encoded)
-        job = hint.job
-        x = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
-        index = spec.device.index or 0
+    def decode_aside(self, encoded: Encoded, aside: Aside, *, mask: bool) -> Tensor:
+        """What ``decode`` or, with ``mask``, ``nonzero`` gives, written beside the step: ``aside.join`` before use."""
+        return self._decode(encoded, mask=mask, aside=aside)
+
+    def decode_both_aside(self, encoded: Encoded, aside: Aside) -> tuple[Tensor, Tensor] | None:
+        """Values and mask by one launch; None where no kernel gives both."""
+        hint = self._find(encoded)
+        if hint is None or hint.job.headers or not encoded.meta["zero_code"]:
+            return None
+        values, mask = (_room_for(encoded.spec) for _ in range(2))
+        self._restore(encoded, hint, _BOTH, values, mask, aside=aside)
+        return values, mask
+
+    def _decode(self, encoded: Encoded, *, mask: bool, aside: Aside | None = None) -> Tensor:
+        hint = self._find(encoded)
+        if hint is None:
+            return self.codec.nonzero(encoded) if mask else self.codec.decode(encoded)
+        x = _room_for(encoded.spec)
+        self._restore(encoded, hint, _MASK if mask else _VALUES, x, aside=aside)
+        return x
+
+    def _find(self, encoded: Encoded) -> _Hint | None:
+        """What a launch needs; None where the kernels do not reach."""
+        hint = encoded.hint
+        if type(hint) is _Hint:
+            return hint
+        encoded.require(self.codec.name, self.codec.version)
+        return _Hint.of(encoded)
+
+    def _restore(
+        self, encoded: Encoded, hint: _Hint, give: str, x: Tensor, mask: Tensor | None = None, *, aside: Aside | None
+    ) -> None:
+        job, index, replay = hint.job, x.device.index or 0, hint.replay
         arguments = _ARGS.pack(
             x.data_ptr(), 0, 0, hint.step_at, hint.centre_at, hint.freqs_at, hint.words_at, hint.heads_at,
             hint.headers_at, 0, 0, 0, job.numel, hint.words, job.chunks, hint.low, hint.high, 0, *job.sizes, 0,
-            *_NO_DIGITS, *job.where.numbers, hint.replay.number_at if hint.replay is not None else 0,
+            *_NO_DIGITS, *job.where.numbers, replay.number_at if replay is not None else 0,
+            mask.data_ptr() if mask is not None else 0,
         )  # fmt: skip
         function = _function(
-            job.kernel, index, *job.template, values=job.values, mask=mask, replayed=hint.replay is not None
+            job.kernel, index, *job.template, values=job.values, give=give, replayed=replay is not None
         )
-        shared = 0 if mask else job.shared
-        function.launch(min(job.blocks, _processors(index) * 8), WARPS * 32, shared, arguments, current_stream(index))
-        return x
+        shared = 0 if give == _MASK else job.shared
+        stream = aside.begin() if aside is not None else current_stream(index)
+        function.launch(min(job.blocks, _processors(index) * 8), WARPS * 32, shared, arguments, stream)
+        if aside is not None:
+            aside.hold(x, *encoded.tensors.values(), *([mask] if mask is not None else []))
+
+
+def _room_for(spec: TensorSpec) -> Tensor:
+    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
 
 
 class _Ready:
     """A plan made ready for tensors of one geometry: jobs, a kernel, the addresses of its tables."""
 
-    __slots__ = ("codec", "decoding", "encoding", "function", "index", "nbytes", "parts", "spec", "tables")
+    __slots__ = ("codec", "decoding", "encoding", "function", "index", "lent", "nbytes", "parts", "spec", "tables")
 
     def __init__(self, codec: Sz, spec: TensorSpec, plan: Plan, encoding: Encoding, decoding: Decoding) -> None:
         self.codec, self.spec, self.encoding, self.decoding = codec, spec, encoding, decoding
@@ -209,6 +247,7 @@ class _Ready:
 
     def _lay_out(self, grid: Grid, freqs: Tensor | None) -> None:
         assert grid.inverse is not None and grid.promised is not None, "only the decoder works without a bound"
+        self.lent = (grid.inverse, grid.promised)  # read by the encoder alone
         self.parts = {"freqs": freqs} if freqs is not None else {}
         self.parts["step"] = grid.step
         if grid.centre is not None:
@@ -335,27 +374,27 @@ _FUNCTIONS: dict[Any, _nvrtc.Function] = {}
 
 
 def _function(
-    kernel: str, device: int, dtype: str, entry: int, zero: int, dithered: bool, *, values: int = 0, mask: bool = False,
-    replayed: bool = False,
+    kernel: str, device: int, dtype: str, entry: int, zero: int, dithered: bool, *, values: int = 0,
+    give: str = _VALUES, replayed: bool = False,
 ) -> _nvrtc.Function:  # fmt: skip
-    key = (kernel, device, dtype, entry, zero, dithered, values, mask, replayed)
+    key = (kernel, device, dtype, entry, zero, dithered, values, give, replayed)
     function = _FUNCTIONS.get(key)
     if function is None:
         program = REPLAYED if replayed else PROGRAM
         _FUNCTIONS[key] = function = program.function(
-            expression(kernel, dtype, entry, zero, dithered, values, mask), device
+            expression(kernel, dtype, entry, zero, dithered, values, give), device
         )
     return function
 
 
-def expression(kernel: str, dtype: str, entry: int, zero: int, dithered: bool, values: int, mask: bool) -> str:
+def expression(kernel: str, dtype: str, entry: int, zero: int, dithered: bool, values: int, give: str = _VALUES) -> str:
     """The template of a kernel, as NVRTC names it."""
     parts = [dtype]
     if values:
         parts += [str(values), str(ROUND[values])]
     parts += [str(entry), str(zero), str(dithered).lower()]
     if kernel.endswith("decode"):
-        parts.append(str(mask).lower())
+        parts.append(give)
     return f"{kernel}<{', '.join(parts)}>"
 
 

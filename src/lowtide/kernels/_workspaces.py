@@ -12,6 +12,9 @@ from __future__ import annotations
 import threading
 
 import torch
+from torch import Tensor
+
+from lowtide.kernels._aside import Aside
 
 SLOTS, _SLOT_NBYTES = 256, 8192  # where chunks that outgrow their stages go on
 _COUNTERS = 2
@@ -46,6 +49,7 @@ class Workspaces:
         self._spaces: dict[_Stream, Workspace] = {}
 
     def next(self, device: torch.device, stream: int, grid: int) -> tuple[int, int, int]:
+        """As ``Workspace.next``, for a launch on ``stream``."""
         with self._lock:
             space = self._spaces.get((device, stream))
             if space is None:
@@ -64,15 +68,23 @@ class Cell:
 
 
 class Replay(Workspaces):
-    """What all encoders of a graph are given; their payloads hand it on to the decoders."""
+    """What all encoders of a graph are given; their payloads hand it on to the decoders.
 
-    def __init__(self, cell: Cell) -> None:
+    ``aside``: where kernels run beside the step, if they do.
+    """
+
+    def __init__(self, cell: Cell, aside: Aside | None = None) -> None:
         super().__init__()
         self._cell = cell
+        self.aside = aside
+
+    @property
+    def number(self) -> Tensor:
+        return self._cell.number
 
     @property
     def number_at(self) -> int:
-        return self._cell.number.data_ptr()
+        return self.number.data_ptr()
 
 
 EAGER = Workspaces()

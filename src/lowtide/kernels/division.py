@@ -3,7 +3,7 @@
 A program encodes some whole planes. It goes through their blocks once, for means and extremes, and then through their
 values part by part, as they are packed; the second time they come from a cache as a rule, and memory is read once. A
 decoder's program has some places of some planes. Planes are contiguous, or the channels of a channels_last tensor, of
-which a program takes neighbours; other layouts are left to the codec.
+which a program takes neighbours; tensors of other layouts are copied first, which payloads do not show.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import triton
@@ -21,9 +21,11 @@ from torch import Tensor
 from lowtide.codecs.division import Division, of_payload
 from lowtide.coding import dither
 from lowtide.coding.block_means import Blocks
+from lowtide.coding.planes import join
 from lowtide.kernels import interpreted
 from lowtide.kernels._base import Twin
-from lowtide.kernels._pieces import hash_word, higher_of, lower_of, narrow, reciprocal, round_bf16, widen
+from lowtide.kernels._pieces import hash_word, higher_of, key_of, lower_of, narrow, reciprocal, round_bf16, widen
+from lowtide.kernels._workspaces import Replay
 from lowtide.records import Bound, Encoded, TensorSpec
 
 __all__ = ["DivisionKernel"]
@@ -39,44 +41,57 @@ _CHANNELS = 16  # neighbours of a channels_last tensor that a program reads toge
 
 @dataclass(frozen=True, slots=True)
 class DivisionKernel(Twin):
-    """The twin of one ``Division``; what was published (``faithful``) and odd layouts are left to the codec."""
+    """The twin of one ``Division``; what was published (``faithful``) is left to the codec."""
 
     codec: Division
+
+    replays: ClassVar[bool] = True
+    takes_replay: ClassVar[bool] = True
 
     def accepts(self, dtype: torch.dtype) -> bool:
         return dtype in _DTYPES and not self.codec.faithful
 
-    def encode(self, x: Tensor, bound: Bound | None = None, *, seed: int = 0) -> Encoded:
+    def encode(self, x: Tensor, bound: Bound | None = None, *, seed: int = 0, replay: Replay | None = None) -> Encoded:
         codec = self.codec
         spec = codec.check(x)
-        geometry = Geometry.of(spec, codec) if self.accepts(x.dtype) else None
-        if geometry is None:
+        if not spec.numel or not self.accepts(x.dtype):
             return codec.encode(x, bound, seed=seed)
+        geometry = Geometry.of(spec, codec)
+        if geometry is None:
+            x = x.contiguous()
+            geometry = Geometry.of(TensorSpec.of(x), codec)
+        assert geometry is not None, "whatever is contiguous has one"
         stored = codec.room(spec, geometry.blocks)
         bits = {name: stored[name].view(torch.int16) for name in ("mean", "low", "scale")}
         _encode[(geometry.tiles,)](
             x, bits["mean"], bits["low"], bits["scale"], stored["codes"],
+            replay.number if replay is not None else None,
             geometry.blocks.planes.count, geometry.channels, *dither.keys(seed), *geometry.shares,
             **geometry.constants, COLUMNS=geometry.columns,
-            DITHER=codec.rounding == "stochastic", num_warps=_WARPS, **_EXACT,
+            DITHER=codec.rounding == "stochastic", REPLAYED=replay is not None, num_warps=_WARPS, **_EXACT,
         )  # fmt: skip
         return codec.payload(spec, stored)
 
     def decode(self, encoded: Encoded) -> Tensor:
         encoded.require(self.codec.name, self.codec.version)
         spec, writer = encoded.spec, of_payload(encoded)
-        geometry = Geometry.of(spec, writer) if DivisionKernel(writer).accepts(spec.dtype) else None
-        if geometry is None:
+        if not spec.numel or not DivisionKernel(writer).accepts(spec.dtype):
             return self.codec.decode(encoded)
         mean, low, scale, codes = writer.stored(encoded)
-        y = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+        geometry = Geometry.of(spec, writer)
+        if geometry is not None:
+            y = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+        else:
+            y = torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
+            geometry = Geometry.of(TensorSpec.of(y), writer)
+        assert geometry is not None, "whatever is contiguous has one"
         across = -(-geometry.constants["PLACES"] // geometry.constants["TAKE"])
         _decode[(geometry.tiles, across)](
             y, mean, low, scale, codes, geometry.blocks.planes.count, geometry.channels,
             **geometry.constants, LARGEST=torch.finfo(spec.dtype).max,
             SOFT=spec.dtype == torch.bfloat16 and interpreted(), num_warps=_WARPS, **_EXACT,
         )  # fmt: skip
-        return y
+        return join(y, spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +112,7 @@ class Geometry:
 
     @staticmethod
     def of(spec: TensorSpec, codec: Division) -> Geometry | None:
-        """None where a kernel does not reach."""
+        """None for layouts that the kernels do not know, and where there are no values."""
         return _geometry(spec, codec)
 
     @property
@@ -200,11 +215,13 @@ def _top_half(value):
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def _encode(
-    x_ptr, mean_ptr, low_ptr, scale_ptr, codes_ptr, count, channels, low_key, high_key, inner, right, bottom, corner,
+    x_ptr, mean_ptr, low_ptr, scale_ptr, codes_ptr, number_ptr, count, channels, low_key, high_key, inner, right,
+    bottom, corner,
     BITS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
     TOGETHER: tl.constexpr, PLACES: tl.constexpr, TAKE: tl.constexpr, LAST: tl.constexpr, COLUMNS: tl.constexpr,
-    DITHER: tl.constexpr,
+    DITHER: tl.constexpr, REPLAYED: tl.constexpr,
 ):  # fmt: skip
+    low_key = key_of(low_key, number_ptr, REPLAYED)
     AREA: tl.constexpr = HEIGHT * WIDTH
     ROWS: tl.constexpr = (HEIGHT + TALL - 1) // TALL
     ACROSS: tl.constexpr = (WIDTH + WIDE - 1) // WIDE

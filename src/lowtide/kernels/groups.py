@@ -9,7 +9,7 @@ matrix, which are read and written where they lie.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import triton
@@ -20,7 +20,8 @@ from lowtide.codecs.groups import Groups, of_payload
 from lowtide.coding import dither, layout
 from lowtide.kernels import interpreted
 from lowtide.kernels._base import Twin
-from lowtide.kernels._pieces import hash_word, higher_of, lower_of, narrow, reciprocal, round_bf16, widen
+from lowtide.kernels._pieces import hash_word, higher_of, key_of, lower_of, narrow, reciprocal, round_bf16, widen
+from lowtide.kernels._workspaces import Replay
 from lowtide.records import Bound, Encoded
 
 __all__ = ["GroupsKernel"]
@@ -29,7 +30,7 @@ _WARPS = 4
 _EXACT: dict[str, Any] = {"enable_fp_fusion": False}
 # Numbers that change from call to call: a kernel for each value of them would be compiled otherwise.
 _RUNTIME = ["count", "low_key", "high_key", "per_row"]
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _LARGEST_GROUP = 1024
 
 
@@ -39,13 +40,20 @@ class GroupsKernel(Twin):
 
     codec: Groups
 
-    def accepts(self, dtype: torch.dtype) -> bool:
-        return dtype in _DTYPES
+    takes_replay: ClassVar[bool] = True
 
-    def encode(self, x: Tensor, bound: Bound | None = None, *, seed: int = 0, ticket: Tensor | None = None) -> Encoded:
+    def accepts(self, dtype: torch.dtype) -> bool:
+        return dtype in DTYPES
+
+    @property
+    def replays(self) -> bool:
+        """The codec itself would draw the same dither in every replay."""
+        return fits(self.codec.group)
+
+    def encode(self, x: Tensor, bound: Bound | None = None, *, seed: int = 0, replay: Replay | None = None) -> Encoded:
         if not self.reaches(x.dtype, x.numel()):
             return self.codec.encode(x, bound, seed=seed)
-        return self.codec.payload(self.codec.check(x), *self._encode(x, x.numel(), seed))
+        return self.codec.payload(self.codec.check(x), *self._encode(x, x.numel(), seed, replay))
 
     def decode(self, encoded: Encoded) -> Tensor:
         encoded.require(self.codec.name, self.codec.version)
@@ -56,9 +64,10 @@ class GroupsKernel(Twin):
         writer._decode(encoded, flat)
         return layout.restore(flat, spec)
 
-    def encode_rows(self, rows: Tensor, index: Tensor, *, seed: int) -> dict[str, Tensor]:
+    def encode_rows(self, rows: Tensor, index: Tensor, *, seed: int, replay: Replay | None = None) -> dict[str, Tensor]:
         """What ``encode(rows[index])`` stores, without that copy; rows are of whole groups (``reaches``)."""
-        stored = self._encode(rows, index.numel() * rows.shape[1], seed, index, rows.shape[1] // self.codec.group)
+        per_row = rows.shape[1] // self.codec.group
+        stored = self._encode(rows, index.numel() * rows.shape[1], seed, replay, index, per_row)
         return dict(zip(("low", "scale", "codes"), stored, strict=True))
 
     def decode_rows(self, encoded: Encoded, rows: Tensor, index: Tensor) -> None:
@@ -67,10 +76,16 @@ class GroupsKernel(Twin):
 
     def reaches(self, dtype: torch.dtype, count: int, row: int = 0) -> bool:
         """Whether there is anything to do and the kernels can do it; ``row`` is how long a row is, where there are."""
-        return self.accepts(dtype) and count > 0 and _fits(self.codec) and row % self.codec.group == 0
+        return self.accepts(dtype) and count > 0 and fits(self.codec.group) and row % self.codec.group == 0
 
     def _encode(
-        self, x: Tensor, count: int, seed: int, index: Tensor | None = None, per_row: int = 1
+        self,
+        x: Tensor,
+        count: int,
+        seed: int,
+        replay: Replay | None,
+        index: Tensor | None = None,
+        per_row: int = 1,
     ) -> tuple[Tensor, Tensor, Tensor]:
         codec, groups = self.codec, -(-count // self.codec.group)
         low = torch.empty(groups, dtype=x.dtype, device=x.device)
@@ -79,9 +94,10 @@ class GroupsKernel(Twin):
         tile = _tile(codec, x.dtype)
         if count:
             _encode[(-(-groups // tile),)](
-                x, low, scale, codes, index, count, per_row, *dither.keys(seed),
+                x, low, scale, codes, index, replay.number if replay is not None else None, count, per_row,
+                *dither.keys(seed),
                 BITS=codec.bits, GROUP=codec.group, GROUPS=tile, CHOSEN=index is not None,
-                DITHER=codec.rounding == "stochastic", num_warps=_WARPS, **_EXACT,
+                DITHER=codec.rounding == "stochastic", REPLAYED=replay is not None, num_warps=_WARPS, **_EXACT,
             )  # fmt: skip
         return low, scale.view(torch.bfloat16), codes
 
@@ -98,8 +114,9 @@ class GroupsKernel(Twin):
             )  # fmt: skip
 
 
-def _fits(codec: Groups) -> bool:
-    return codec.group <= _LARGEST_GROUP and codec.group & (codec.group - 1) == 0
+def fits(group: int) -> bool:
+    """Whether there are kernels for groups of this size."""
+    return group <= _LARGEST_GROUP and group & (group - 1) == 0
 
 
 def _tile(codec: Groups, dtype: torch.dtype) -> int:
@@ -125,9 +142,11 @@ def _begin(index_ptr, start, group, left, per_row, GROUP: tl.constexpr, CHOSEN: 
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def _encode(
-    x_ptr, low_ptr, scale_ptr, codes_ptr, index_ptr, count, per_row, low_key, high_key,
+    x_ptr, low_ptr, scale_ptr, codes_ptr, index_ptr, number_ptr, count, per_row, low_key, high_key,
     BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, CHOSEN: tl.constexpr, DITHER: tl.constexpr,
+    REPLAYED: tl.constexpr,
 ):  # fmt: skip
+    low_key = key_of(low_key, number_ptr, REPLAYED)
     start = tl.program_id(0).to(tl.int64) * (GROUPS * GROUP)
     if start + GROUPS * GROUP <= count:
         _encode_tile(

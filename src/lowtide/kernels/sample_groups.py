@@ -10,6 +10,7 @@ from torch import Tensor
 from lowtide.codecs.sample_groups import SampleGroups, count_samples
 from lowtide.coding import dither, layout
 from lowtide.kernels._composed import ComposedKernel
+from lowtide.kernels._workspaces import Replay
 from lowtide.kernels.groups import GroupsKernel
 from lowtide.records import Bound, Encoded, TensorSpec
 
@@ -22,16 +23,16 @@ class SampleGroupsKernel(ComposedKernel):
 
     codec: SampleGroups
 
-    def encode(self, x: Tensor, bound: Bound | None = None, *, seed: int = 0) -> Encoded:
+    def encode(self, x: Tensor, bound: Bound | None = None, *, seed: int = 0, replay: Replay | None = None) -> Encoded:
         spec, codec = layout.spec_of(x), self.codec
         if not _reaches(codec, spec):
-            return ComposedKernel.encode(self, x, bound, seed=seed)
+            return ComposedKernel.encode(self, x, bound, seed=seed, replay=replay)
         rows = layout.memory_view(x).view(count_samples(spec), -1)
         mask = codec.choose(rows)
         parts = {"mask": mask}
         for number, (name, index) in enumerate(codec.split(mask).items()):
             coder = GroupsKernel(codec.coders()[number])
-            stored = coder.encode_rows(rows, index, seed=dither.mix64(number, state=seed))
+            stored = coder.encode_rows(rows, index, seed=dither.mix64(number, state=seed), replay=replay)
             parts |= {f"{name}_{part}": tensor for part, tensor in stored.items()}
         return codec.payload(spec, parts)
 

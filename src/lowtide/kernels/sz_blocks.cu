@@ -296,7 +296,7 @@ __device__ __forceinline__ void put_narrow(
       int b = j % 2 * 2, at[4] = {b, b, b + 1, b + 1};
       clear_zeros(group, marks, at);
     }
-    store<true>(group, a, walk.group);
+    store<true>(group, a, a.x, walk.group);
     walk.next(a);
   }
 }
@@ -334,15 +334,16 @@ __device__ __forceinline__ void put_wide(
     Group<T> group;
     group.set(y);
     if (whole)
-      store<true>(group, a, walk.group);
+      store<true>(group, a, a.x, walk.group);
     else
-      store<false>(group, a, walk.group);
+      store<false>(group, a, a.x, walk.group);
     walk.next(a);
   }
 }
 
-template <typename T, int ENTRY, int ZERO, bool DITHER, bool MASK>
+template <typename T, int ENTRY, int ZERO, bool DITHER, int GIVE>
 __global__ void __launch_bounds__(256, 5) blocks_decode(const Args a) {
+  constexpr bool MASK = GIVE == ONLY_MASK;
   extern __shared__ __align__(16) float staged[];
   int lane = threadIdx.x & 31;
   const bool even = aligned(a.x, sizeof(T) * 4);
@@ -355,7 +356,7 @@ __global__ void __launch_bounds__(256, 5) blocks_decode(const Args a) {
     u32 valid = (u32)min(a.count - start, 1024ull);
     u32 base = (u32)a.heads[chunk], after = (u32)a.heads[chunk + 1];
     if (REPLAYED && after > a.capacity) {
-      put_nothing<T>(a, start, valid, lane);
+      put_nothing<T>(a, a.x, start, valid, lane);
       continue;
     }
     u32 nibble = a.headers[(u64)chunk * 16 + lane / 2] >> (4 * (lane & 1)) & 15;

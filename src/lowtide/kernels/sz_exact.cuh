@@ -17,39 +17,40 @@ template <typename T> __device__ void write_raw(const Args& a, u64 start, u32 ba
   }
 }
 
-template <typename T, bool MASK> __device__ void put_exact(const Args& a, u64 i, u32 bits) {
-  if (MASK) {
-    u32 magnitude = sizeof(T) == 4 ? bits << 1 : bits << 17;
-    narrow(magnitude ? 1.0f : 0.0f, (T*)a.x + i);
-  } else if (sizeof(T) == 4) {
-    ((u32*)a.x)[i] = bits;
-  } else {
-    ((u16*)a.x)[i] = (u16)bits;
+// Element i, given its bits; with RESTORED values only plus zero is zero.
+template <typename T, int GIVE, bool RESTORED> __device__ void put_exact(const Args& a, u64 i, u32 bits) {
+  if (GIVE != ONLY_VALUES) {
+    u32 magnitude = RESTORED ? bits : sizeof(T) == 4 ? bits << 1 : bits << 17;
+    narrow(magnitude ? 1.0f : 0.0f, (T*)(GIVE == BOTH ? a.mask : a.x) + i);
   }
+  if (GIVE == ONLY_MASK) return;
+  if (sizeof(T) == 4)
+    ((u32*)a.x)[i] = bits;
+  else
+    ((u16*)a.x)[i] = (u16)bits;
 }
 
-// With RESTORED values only plus zero is zero.
-template <typename T, bool MASK, bool RESTORED>
+template <typename T, int GIVE, bool RESTORED>
 __device__ void read_raw(const Args& a, u64 start, u32 base, u32 valid, int lane) {
   for (u32 i = lane; i < valid; i += 32) {
     u32 bits = sizeof(T) == 4 ? a.words[base + i] : ((const u16*)(a.words + base))[i];
-    if (MASK && RESTORED) bits = bits != 0;
-    put_exact<T, MASK>(a, start + i, bits);
+    put_exact<T, GIVE, RESTORED>(a, start + i, bits);
   }
 }
 
-template <typename T, bool MASK>
+template <typename T, int GIVE>
 __device__ void read_escapes(const Args& a, u64 start, const u32* list, u32 escapes, int lane) {
   for (u32 i = lane; i < escapes; i += 32) {
     u32 word = list[i * Type<T>::escape];
     u64 at = start + (sizeof(T) == 4 ? word : word >> 16);
-    put_exact<T, MASK>(a, at, sizeof(T) == 4 ? list[2 * i + 1] : word & 0xffff);
+    put_exact<T, GIVE, false>(a, at, sizeof(T) == 4 ? list[2 * i + 1] : word & 0xffff);
   }
 }
 
 // A chunk that did not fit its payload: nobody is to take what comes back for a value.
-template <typename T> __device__ __forceinline__ void put_nothing(const Args& a, u64 start, u32 valid, int lane) {
-  for (u32 i = lane; i < valid; i += 32) narrow(__uint_as_float(0x7fc00000u), (T*)a.x + start + i);
+template <typename T>
+__device__ __forceinline__ void put_nothing(const Args& a, void* x, u64 start, u32 valid, int lane) {
+  for (u32 i = lane; i < valid; i += 32) narrow(__uint_as_float(0x7fc00000u), (T*)x + start + i);
 }
 
 // What element i comes back as, bit for bit: itself where no code carries it. Where zero has a code, another value that

@@ -105,10 +105,11 @@ template <int V, int ZERO> struct Floats {
   }
 };
 
-template <typename T, int V, int ROWS, int ENTRY, int ZERO, bool DITHER, bool MASK, bool WHOLE>
+template <typename T, int V, int ROWS, int ENTRY, int ZERO, bool DITHER, int GIVE, bool WHOLE>
 __device__ __forceinline__ void decode_chunk(
     const Args& a, u64 start, u32 base, int length, const uint2* slots, const float* staged, u32* ring, int lane) {
   constexpr int N = 4 * ROWS, S = N / V;
+  constexpr bool MASK = GIVE == ONLY_MASK;
   using Float = Floats<V, ZERO>;
   const u32 upward = kept(~0u << lane), address = kept(address_of(ring)), table = kept(address_of(slots));
   const Units<ENTRY> units = {a, Float::template origin<DITHER>(a), Float::SCALE};
@@ -147,16 +148,24 @@ __device__ __forceinline__ void decode_chunk(
 #pragma unroll
         for (int k = 0; k < 4; ++k) marks[k] = packed[(4 * r + k) / V], bytes[k] = V == 1 ? 1 : (4 * r + k) % V;
         clear_zeros(group, marks, bytes);
+        if (GIVE == BOTH) {
+          const float ones[4] = {1.0f, 1.0f, 1.0f, 1.0f};
+          Group<T> mask;
+          mask.set(ones);
+          clear_zeros(mask, marks, bytes);
+          store<WHOLE>(mask, a, a.mask, (u64)g + r * 32);
+        }
       }
-      store<WHOLE>(group, a, (u64)g + r * 32);
+      store<WHOLE>(group, a, a.x, (u64)g + r * 32);
       if (!MASK) walk.next(a);
     }
     g += ROWS * 32;
   }
 }
 
-template <typename T, int V, int ROWS, int ENTRY, int ZERO, bool DITHER, bool MASK>
+template <typename T, int V, int ROWS, int ENTRY, int ZERO, bool DITHER, int GIVE>
 __global__ void __launch_bounds__(256, 5) rans_decode(const Args a) {
+  constexpr bool MASK = GIVE == ONLY_MASK;
   __shared__ __align__(1024) u32 rings[8][256];
   __shared__ uint2 slots[4096];  // share << 16 | slot - slots before, and the symbol's digits
   extern __shared__ __align__(16) float staged[];
@@ -187,19 +196,20 @@ __global__ void __launch_bounds__(256, 5) rans_decode(const Args a) {
     if (REPLAYED) {
       u32 words = 32 + (length + 1) / 2 + (escapes & 0xffff) + (escapes >> 16) * Type<T>::escape;
       if ((u64)base + (length < 0 ? raw_words<T>(valid) : words) > a.capacity) {
-        put_nothing<T>(a, start, valid, lane);
+        put_nothing<T>(a, a.x, start, valid, lane);
+        if (GIVE == BOTH) put_nothing<T>(a, a.mask, start, valid, lane);
         continue;
       }
     }
     if (length < 0) {
-      read_raw<T, MASK, true>(a, start, base, valid, lane);
+      read_raw<T, GIVE, true>(a, start, base, valid, lane);
       continue;
     }
     if (valid == a.rows * 128 && aligned(a.x, sizeof(T) * 4))
-      decode_chunk<T, V, ROWS, ENTRY, ZERO, DITHER, MASK, true>(
+      decode_chunk<T, V, ROWS, ENTRY, ZERO, DITHER, GIVE, true>(
           a, start, base, length, slots, staged, rings[warp], lane);
     else
-      decode_chunk<T, V, ROWS, ENTRY, ZERO, DITHER, MASK, false>(
+      decode_chunk<T, V, ROWS, ENTRY, ZERO, DITHER, GIVE, false>(
           a, start, base, length, slots, staged, rings[warp], lane);
     if (escapes) {
       __syncwarp();
@@ -215,10 +225,11 @@ __global__ void __launch_bounds__(256, 5) rans_decode(const Args a) {
           u32 shift = shift_of<DITHER>(DITHER ? hash((u32)(i >> 2), low_of(a), a.high) : 0, (int)(i & 3));
           y = value_of<DITHER>(q + (int)centre_of<ENTRY>(a, entry), shift, unit);
         }
-        if (ZERO && q == 4096) y = 0.0f;
-        narrow(y, (T*)a.x + i);
+        const bool zero = ZERO && q == 4096;
+        narrow(zero ? 0.0f : y, (T*)a.x + i);
+        if (GIVE == BOTH) narrow(zero ? 0.0f : 1.0f, (T*)a.mask + i);
       }
-      read_escapes<T, MASK>(a, start, list + coded, escapes >> 16, lane);
+      read_escapes<T, GIVE>(a, start, list + coded, escapes >> 16, lane);
     }
   }
 }

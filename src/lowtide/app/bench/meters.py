@@ -21,6 +21,13 @@ _PROFILE_ROWS = 30
 _MOST_TRIES = 16  # steps, one of which is a replay: a few before each capture are not
 
 
+def measure(task: Task, session: Session | None) -> dict[str, Any]:
+    """Memory of a step, in the way that suits it."""
+    if isinstance(task.graphed, GraphStep):
+        return measure_graph(task, task.graphed, session)
+    return measure_memory(task, session)
+
+
 def measure_memory(task: Task, session: Session | None) -> dict[str, Any]:
     """One step: bytes held between forward and backward, and at the peak, above what is there without a step.
 

@@ -24,9 +24,7 @@ from lowtide.app.shared.rows import ENVIRONMENT, ResultFile, describe_environmen
 from lowtide.app.shared.variants import Variant
 from lowtide.app.shared.workload import Task, Workload
 from lowtide.errors import LowtideError
-from lowtide.graphs.step import GraphStep
 from lowtide.reports.text import size, table
-from lowtide.session import Session
 
 COLUMNS = (
     *ENVIRONMENT,
@@ -147,13 +145,13 @@ class Bench:
         row["optimizer"] = type(task.optimizer).__name__
         variant.prepare(task)
         self._pass_gate(variant, task, precision)
-        with variant.attached(task, seed=options.seed) as session:
+        with variant.attached(task, seed=options.seed, warm=options.warm) as session:
             for _ in range(options.warm):
                 task.step()
             times = timing.interleave({"step": task.step}, self.device, repeats=options.repeats)["step"]
             row |= times.cells("step_ms")
             row["units_per_s"] = 1e3 * task.items / times.median
-            row |= self._measure_memory(task, session)
+            row |= meters.measure(task, session)
             row |= timing.time_host(task.step, self.device, repeats=options.repeats).cells("host_ms")
             row["loss"] = float(task.step())
             if options.profile:
@@ -161,12 +159,6 @@ class Bench:
             if options.sync_check:
                 row["waits"] = meters.check_waits(task)
         return row
-
-    @staticmethod
-    def _measure_memory(task: Task, session: Session | None) -> dict[str, Any]:
-        if isinstance(task.graphed, GraphStep):
-            return meters.measure_graph(task, task.graphed, session)
-        return meters.measure_memory(task, session)
 
     def _start(self, precision: str) -> Task:
         options = self.options

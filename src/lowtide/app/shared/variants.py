@@ -42,6 +42,7 @@ class Variant:
     method: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     is_graphed: bool = False  # forward and backward are replayed as a CUDA graph
+    is_beside: bool = False  # within it, encoders and decoders run beside the step
 
     @classmethod
     def parse(cls, text: str) -> Variant:
@@ -49,13 +50,14 @@ class Variant:
         spec = Spec.parse(text)
         given = {**spec.options, **({"coder": spec.short} if spec.short else {})}
         is_graphed = spec.name not in ("checkpoint", "compile") and given.pop("graph", False) is True
+        is_beside = is_graphed and spec.name != "plain" and given.pop("beside", False) is True
         if spec.name in OTHERS:
             if given:
                 known = "no options but graph=true" if spec.name == "plain" else "no options"
                 raise UsageError(f"{spec.name!r} has {known}; got {text!r}")
             return cls(spec.text, is_graphed=is_graphed)
         found = find_method(spec.name, given, reserved=_RESERVED, others=OTHERS, what=repr(text))
-        return cls(spec.text, *found, is_graphed)
+        return cls(spec.text, *found, is_graphed, is_beside)
 
     @property
     def is_exact(self) -> bool:
@@ -70,27 +72,37 @@ class Variant:
             task.call = torch.compile(task.model)
 
     @contextlib.contextmanager
-    def attached(self, task: Task, *, seed: int, check: bool = False) -> Iterator[Session | None]:
-        """Lowtide on the task's model for a while, if this variant is one of Lowtide's."""
+    def attached(self, task: Task, *, seed: int, check: bool = False, warm: int = 8) -> Iterator[Session | None]:
+        """Lowtide on the task's model for a while, if this variant is one of Lowtide's.
+
+        A graph is captured before ``warm`` steps have gone by: as late as the defaults of ``Session.graph`` if it can
+        be, since in its first steps a net changes fast.
+        """
+        make: Any = None
+        warmup = max(3, min(12, warm - 4))
         if not self.method:
-            with _graphed(task, self.is_graphed and not check, partial(graph_plainly, task.model)):
+            if self.is_graphed and not check:
+                make = partial(graph_plainly, task.model, warmup=warmup)
+            with _graphed(task, make):
                 yield None
             return
         session = attach(
             task.model, self.method, optimizer=task.optimizer, seed=seed, check=check, **dict(self.options)
         )
+        if self.is_graphed and not check:
+            make = partial(session.graph, warmup=warmup, beside=self.is_beside)
         try:
-            with _graphed(task, self.is_graphed and not check, session.graph):
+            with _graphed(task, make):
                 yield session
         finally:
             session.detach()
 
 
 @contextlib.contextmanager
-def _graphed(task: Task, is_graphed: bool, make: Callable[..., GraphStep]) -> Iterator[None]:
-    """The task's forward and backward as a CUDA graph for a while, captured in its fifth step."""
-    if is_graphed:
-        task.graphed = make(task.pass_through, warmup=4)
+def _graphed(task: Task, make: Callable[..., GraphStep] | None) -> Iterator[None]:
+    """The task's forward and backward as the graph that is made of them, if one is, for a while."""
+    if make is not None:
+        task.graphed = make(task.pass_through)
     try:
         yield
     finally:

@@ -1,0 +1,173 @@
+"""Decoding one ahead, without a GPU: what is asked for, what is begun beside the step, and when the step waits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowtide.graphs.beside import Ahead, Listener
+from lowtide.ledger import Ledger
+from lowtide.payloads import Payload
+from lowtide.records import Encoded, TensorSpec
+from lowtide.stores.device import OnDevice
+
+
+class Log:
+    """An ``Aside`` that takes notes."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.held: list[Tensor] = []
+
+    def begin(self) -> int:
+        self.join()
+        self.notes.append("begin")
+        return 7
+
+    def hold(self, *tensors: Tensor) -> None:
+        self.held += tensors
+
+    def join(self) -> None:
+        if self.held:
+            self.notes.append("join")
+        self.held = []
+
+
+class Codec:
+    """Decodes to its number, and to minus its number where only the mask is wanted."""
+
+    name, keep_zeros = "numbered", True
+
+    def __init__(self, number: int, log: Log, *, can_be_aside: bool = True, gives_both: bool = True) -> None:
+        self.number, self.log, self.gives_both = number, log, gives_both
+        if can_be_aside:
+            self.decode_aside, self.decode_both_aside = self._decode_aside, self._decode_both_aside
+
+    def decode(self, encoded: Encoded) -> Tensor:
+        self.log.notes.append(f"decode {self.number}")
+        return torch.tensor(float(self.number))
+
+    def nonzero(self, encoded: Encoded) -> Tensor:
+        self.log.notes.append(f"mask {self.number}")
+        return torch.tensor(-float(self.number))
+
+    def _decode_aside(self, encoded: Encoded, aside: Any, *, mask: bool) -> Tensor:
+        aside.begin()
+        tensor = self.nonzero(encoded) if mask else self.decode(encoded)
+        aside.hold(tensor)
+        return tensor
+
+    def _decode_both_aside(self, encoded: Encoded, aside: Any) -> tuple[Tensor, Tensor] | None:
+        if not self.gives_both:
+            return None
+        aside.begin()
+        self.log.notes.append(f"both {self.number}")
+        both = torch.tensor(float(self.number)), torch.tensor(-float(self.number))
+        aside.hold(*both)
+        return both
+
+
+def make(log: Log, count: int, *, without: tuple[int, ...] = (), gives_both: bool = True) -> list[Payload]:
+    spec = TensorSpec((), (), torch.float32, torch.device("cpu"))
+    held = OnDevice(Encoded("numbered", 1, spec, {}, {}), 4)
+    ledger = Ledger()
+    codecs: list[Any] = [
+        Codec(number, log, can_be_aside=number not in without, gives_both=gives_both) for number in range(count)
+    ]
+    return [Payload(codec, held, ledger, None) for codec in codecs]
+
+
+def ask(payloads: list[Payload], *asks: tuple[int, bool]) -> list[float]:
+    return [float(payloads[n].nonzero() if mask else payloads[n].decode("site")) for n, mask in asks]
+
+
+def rehearse(*asks: tuple[int, bool]) -> list[tuple[int, bool]]:
+    listener, payloads = Listener(), make(Log(), 4)
+    for payload in payloads:
+        listener.enlist(payload)
+    assert ask(payloads, *asks) == [-number if mask else number for number, mask in asks]
+    return listener.asked
+
+
+ORDER = ((3, False), (2, False), (2, True), (1, False), (2, False), (0, False))
+
+
+def test_a_rehearsal_tells_the_order() -> None:
+    assert rehearse(*ORDER) == list(ORDER)
+
+
+def test_every_tensor_but_the_first_is_decoded_ahead() -> None:
+    log = Log()
+    payloads, ahead = make(log, 4, gives_both=False), Ahead(rehearse(*ORDER), log)
+    for payload in payloads:
+        ahead.enlist(payload)
+    assert ask(payloads, (3, False)) == [3]
+    assert log.notes == ["decode 3", "begin", "decode 2"], "the next one is begun before the first is used"
+    log.notes.clear()
+    assert ask(payloads, *ORDER[1:]) == [2, -2, 1, 2, 0]
+    assert log.notes == [
+        *("join", "begin", "mask 2"), *("join", "begin", "decode 1"), *("join", "begin", "decode 2"),
+        *("join", "begin", "decode 0"), "join",
+    ]  # fmt: skip
+    ahead.finish()
+    assert not log.held
+
+
+def test_values_bring_the_mask_that_is_asked_for_next() -> None:
+    log = Log()
+    payloads, ahead = make(log, 4), Ahead(rehearse(*ORDER), log)
+    for payload in payloads:
+        ahead.enlist(payload)
+    assert ask(payloads, *ORDER) == [3, 2, -2, 1, 2, 0]
+    assert log.notes == [
+        "decode 3", *("begin", "both 2"), *("join", "begin", "decode 1"), "join", *("begin", "decode 2"),
+        *("join", "begin", "decode 0"), "join",
+    ]  # fmt: skip
+    ahead.finish()
+    assert not log.held
+
+
+def test_whoever_asks_in_another_order_gets_what_was_asked_for() -> None:
+    log = Log()
+    payloads, ahead = make(log, 4), Ahead(rehearse(*ORDER), log)
+    for payload in payloads:
+        ahead.enlist(payload)
+    asks = [(0, False), (3, False), (1, False), (3, True), (2, True), (1, False), (0, True)]
+    assert ask(payloads, *asks) == [-number if mask else number for number, mask in asks]
+    ahead.finish()
+    assert not log.held
+
+
+def test_payloads_that_are_gone_or_were_never_there_are_not_decoded_ahead() -> None:
+    log = Log()
+    payloads = make(log, 3)  # one fewer than in the rehearsal
+    ahead = Ahead([(2, False), (1, False), (3, False), (0, False)], log)
+    for payload in payloads:
+        ahead.enlist(payload)
+    del payload
+    gone = payloads.pop(1)
+    del gone
+    assert float(payloads[1].decode("site")) == 2 and log.notes == ["decode 2"]
+    assert float(payloads[0].decode("site")) == 0 and log.notes == ["decode 2", "decode 0"]
+
+
+def test_codecs_that_cannot_are_left_to_the_step() -> None:
+    log = Log()
+    payloads = make(log, 3, without=(1,))
+    ahead = Ahead([(2, False), (1, False), (0, False)], log)
+    for payload in payloads:
+        ahead.enlist(payload)
+    assert ask(payloads, (2, False), (1, False), (0, False)) == [2, 1, 0]
+    assert log.notes == ["decode 2", "decode 1", "begin", "decode 0", "join"]
+
+
+@pytest.mark.parametrize("order", [[], [(0, False)]])
+def test_a_step_that_asks_for_next_to_nothing(order: list[tuple[int, bool]]) -> None:
+    log = Log()
+    payloads, ahead = make(log, 1), Ahead(order, log)
+    ahead.enlist(payloads[0])
+    assert ask(payloads, (0, False), (0, False)) == [0, 0] and "begin" not in log.notes
+    ahead.finish()
