@@ -58,7 +58,7 @@ class Payload:
     def decode(self, site: str) -> Tensor:
         tensor = self.restore(mask=False) if self.decoder is None else self.decoder.decode(self, mask=False)
         if self._waiting is not None and tensor.nbytes >= _WATCHED:
-            self._waiting.watch(tensor.device)
+            self._waiting.watch(tensor)
         if self._witness is not None:
             self._witness.examine(tensor, site)
         return tensor
@@ -143,6 +143,7 @@ class Waiting:
         self._most, self._least = 0, 1  # bytes that may be kept, and payloads that are kept in any case
         self._added = 0  # bytes since room was looked for
         self._high = self._rising = 0  # most bytes in use in backward: of the last step, and of this one so far
+        self._largest = self._growing = 0  # bytes of the largest tensor decoded, likewise
 
     def add(self, pending: Pending) -> None:
         """Keep the tensor until its encoder has reported; wait for the oldest if too much is kept."""
@@ -169,12 +170,15 @@ class Waiting:
             self._added = 0
         return self._most
 
-    def watch(self, device: torch.device) -> None:
-        """A tensor has been decoded: take note of what is in use."""
-        self._rising = max(self._rising, in_use(device)[0])
+    def watch(self, tensor: Tensor) -> None:
+        """A tensor has been decoded: take note of what is in use, if it is large. To ask the allocator takes time."""
+        self._growing = max(self._growing, tensor.nbytes)
+        if 2 * tensor.nbytes >= max(self._largest, self._growing):
+            self._rising = max(self._rising, _allocated(tensor.device))
 
     def end_step(self) -> None:
         self._high, self._rising = self._rising, 0
+        self._largest, self._growing = self._growing, 0
 
     def let_go(self) -> None:
         """Let go of the tensors whose encoders have reported; does not wait."""
@@ -202,11 +206,18 @@ def in_use(device: torch.device) -> tuple[int, float]:
     """Bytes that torch has allocated on a GPU, and those that this process may; 0 of any number where nobody counts."""
     if device.type != "cuda":
         return 0, math.inf
+    used = _allocated(device)
+    return used, _limit(device) if used else math.inf
+
+
+def _allocated(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
     try:
-        used = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["current"]
+        used: int = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["current"]
     except (RuntimeError, KeyError):  # an allocator of the user's own does not count
-        return 0, math.inf
-    return used, _limit(device)
+        return 0
+    return used
 
 
 def _limit(device: torch.device) -> float:

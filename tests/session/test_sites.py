@@ -19,6 +19,7 @@ from lowtide import kernels, payloads
 from lowtide.bounds import BoundRule
 from lowtide.codecs.sz import Sz
 from lowtide.errors import AttachError, StateError
+from lowtide.ledger import Ledger
 from lowtide.records import Bound, Encoded, Kind, Need, Per, Site
 from lowtide.sites import Sites
 
@@ -354,6 +355,7 @@ def test_more_is_kept_while_that_raises_no_peak(late: Late, monkeypatch, high: i
     session = lowtide.attach(model)
     monkeypatch.setattr(payloads, "_WATCHED", 1)
     monkeypatch.setattr(payloads, "in_use", lambda device: (high * x.nbytes, limit * x.nbytes))
+    monkeypatch.setattr(payloads, "_allocated", lambda device: high * x.nbytes)
     gradients(model, x)
     late.device.silent = True
     monkeypatch.setattr(payloads, "MOST_PENDING", 3 * x.nbytes)
@@ -372,6 +374,20 @@ def test_more_is_kept_while_that_raises_no_peak(late: Late, monkeypatch, high: i
     gradients(model, x)
     assert max(most) == kept and session.ledger.is_scarce == (limit == 8)
     session.detach()
+
+
+def test_the_allocator_is_asked_about_large_tensors_only(monkeypatch):
+    """Large beside the others: of this step so far, and of the last one."""
+    asked: list[int] = []
+    waiting = payloads.Waiting(Ledger())
+    monkeypatch.setattr(payloads, "_allocated", lambda device: asked.append(sizes[-1]) or 0)
+    sizes: list[int] = []
+    for _ in range(2):
+        for size in (100, 400, 190, 210, 20, 400):
+            sizes.append(size)
+            waiting.watch(torch.empty(size, dtype=torch.uint8))
+        waiting.end_step()
+    assert asked == [100, 400, 210, 400, 400, 210, 400]
 
 
 def growing(rates: list[float], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
