@@ -140,8 +140,8 @@ def test_the_scale_of_a_norm_and_the_weight_below():
 
 def test_without_a_formula_a_multiple_of_the_spread():
     query = site("q:scaled_dot_product.query", (), family="attention")
-    assert settled(query)._rules[query.site] == BoundRule(_levels.quantise(0.1), "std")
-    assert settled(query, noise=0.04)._rules[query.site] == BoundRule(_levels.quantise(0.2), "std")
+    assert settled(query)._rules[query.site] == BoundRule(_levels.quantise(0.3), "std")
+    assert settled(query, noise=0.04)._rules[query.site] == BoundRule(_levels.quantise(0.6), "std")
     loss = site("l:log_softmax.result", (), family="log_probability")
     assert settled(loss)._rules[loss.site] == BoundRule(_levels.quantise(0.02))
 

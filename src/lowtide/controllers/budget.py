@@ -27,7 +27,7 @@ from lowtide.statistics import BELOW, PROPAGATED, SCALE, Claim, SiteStatistics, 
 
 __all__ = ["Budget"]
 
-_ASSUMED = 0.1  # std: where no sensitivity is known, the bound that is taken to use up the share at noise = 0.01
+_ASSUMED = 0.3  # std: where no sensitivity is known, the bound that is taken to use up the share at noise = 0.01
 _LOG_PROBABILITY = 0.02  # absolute: 2 % of the probability, at noise = 0.01
 _NORMAL = 0.01
 _UNKNOWN_BELOW = 0.3  # of the share of a batch norm's scale, where the layer below is not known
@@ -52,7 +52,7 @@ class Budget(Adaptive):
 
     Measured in steps 0, 2, 4, 8, ... and then every ``period``. Until a site was measured, and where no formula is
     known for an op (attention, softmax), bounds are cautious multiples of the standard deviation: ``warm_up`` ("0.1
-    std", with ``memory`` "0.4 std"), and 0.1 std times sqrt(noise / 0.01). Nothing is held exactly just because it is
+    std", with ``memory`` "0.4 std"), and 0.3 std times sqrt(noise / 0.01). Nothing is held exactly just because it is
     new, so that memory has no spike at the start.
 
     A bound goes half the way (of its logarithm) to what the last statistics ask for, moves by a factor of two at most
