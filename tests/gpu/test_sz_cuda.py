@@ -136,7 +136,7 @@ def test_rans_gives_the_values_of_the_codec(dtype: str) -> None:
     for name, x, bound, codec in rans_cases(DTYPES[dtype]):
         _, plan = check_rans(x, bound, codec, f"{name}, {dtype}")
         seen.add(plan.model.alphabet.values if plan.model is not None else 0)
-    assert seen == {1, 2, 3, 4}, f"only {seen} values a symbol"
+    assert seen >= {1, 2, 3, 4}, f"only {seen} values a symbol"
 
 
 @pytest.mark.parametrize("coder", ["blocks", "rans"])
