@@ -135,6 +135,25 @@ def test_replays_have_the_noise_of_eager_steps_and_dither_of_their_own(
     assert all(distance(replayed[0], other) > 0.5 * expected for other in replayed[1:])
 
 
+@PRECISIONS
+@MODELS
+@pytest.mark.parametrize("coder", ["rans", "blocks"])
+def test_beside_the_step_gradients_are_the_same(coder: str, name: str, bf16: bool) -> None:
+    """Without dither, and with bounds that are numbers, two graphs store the same values: a race would show."""
+    run = Run(name, bf16=bf16, batch=64)
+    tide = run.attach("fixed", rounding="nearest", coder=coder, linear=0.05, norm=0.05)
+    steps = [tide.graph(run.step, warmup=WARMUP, refresh=64, beside=beside) for beside in (False, True)]
+    for step in steps:
+        warm_up(run, step)
+    assert steps[1]._order, "backward has been listened to"
+    for _ in range(12):
+        x, y = run.batch()
+        alone, again, beside = (run.gradients(step, x, y) for step in (steps[0], steps[0], steps[1]))
+        assert distance(beside, alone) <= max(4 * distance(again, alone), 1e-6 if not bf16 else 1e-3)
+    assert all(step.replays >= 12 and not step.overflows for step in steps)
+    tide.detach()
+
+
 def make_net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
