@@ -1,10 +1,11 @@
-"""Cases on which the twin of ``division`` has to give the bytes and values of the codec."""
+"""Cases on which the twins of ``division`` have to give the bytes and values of the codec."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from same_payload import assert_same_payload, assert_same_values, copy_to
@@ -66,11 +67,48 @@ def make_cases(dtype: torch.dtype) -> Iterator[Case]:
     yield Case("faithful", maps, Division(faithful=True))
 
 
-def check(case: Case, device: torch.device, *, against_cpu: bool = False) -> Encoded:
-    """Twin against codec on ``device``, both ways; with ``against_cpu`` also against the codec there."""
+def make_tile_cases(dtype: torch.dtype) -> Iterator[Case]:
+    """What the twin in CUDA C++ does by the size of planes: how many a block has, how they are loaded and stored."""
+    random = torch.Generator().manual_seed(5)
+
+    def draw(*shape: int) -> Tensor:
+        return (torch.randn(shape, generator=random) * 3 + 0.5).to(dtype)
+
+    storage = draw(1 + 3 * 5 * 28 * 28)
+    storage[800] = torch.finfo(dtype).max / 2  # too much for float32, though nothing becomes infinite
+    yield Case("odd offset, four columns at a time", storage[1:].view(3, 5, 28, 28))
+    lost = draw(1, 90, 7, 7)
+    lost[0, 3, 6, 6], lost[0, 81, 0, 3], lost[0, 82], lost[0, 7, 1, 1] = math.nan, math.inf, -0.0, -math.inf
+    lost[0, 9, 2, 3] = torch.finfo(dtype).max / 2
+    yield Case("planes of a tile that have no scale", lost)
+    if dtype != torch.float32:
+        return
+    yield Case("tile of one plane", draw(2, 2, 56, 56))
+    yield Case("tile of eighty planes, and a part of one", draw(3, 55, 7, 7))
+    yield Case("tile of five planes, and a part of one", draw(2, 7, 28, 28))
+    yield Case("tile of twenty planes, and a part of one", draw(1, 43, 14, 14), seed=9)
+    yield Case("four times a tile's values", draw(1, 1, 112, 112))
+    yield Case("odd rows", draw(1, 5, 57, 55))
+    yield Case("small odd maps", draw(3, 3, 3, 5))
+    yield Case("pairs of columns, four places", draw(2, 3, 8, 14))
+    yield Case("single values", draw(4, 3, 1, 1))
+    yield Case("a single value", draw(1))
+    yield Case("sequences", draw(3, 4, 1000))
+    yield Case("large blocks of a row", draw(6, 700), Division(block=16))
+    yield Case("zeros of both signs", torch.tensor([0.0, -0.0] * 392).view(1, 1, 28, 28))
+    alone = draw(1, 2, 57, 57)
+    alone[0, 0, 56, 56] = math.nan  # a block of one value, which is its own mean
+    yield Case("a block of one NaN", alone)
+
+
+def check(case: Case, device: torch.device, *, against_cpu: bool = False, kind: Any = None) -> Encoded:
+    """Twin against codec on ``device``, both ways; with ``against_cpu`` also against the codec there.
+
+    ``kind`` is the class of the twin, where it shall not be the one that is chosen for the device.
+    """
     x = copy_to(case.x, device)
-    twin = kernels.twin(case.codec, device, x.dtype)
-    assert case.codec.faithful or type(twin).__name__ == "DivisionKernel", f"{case}: no twin"
+    twin: Any = kernels.twin(case.codec, device, x.dtype) if kind is None else kind(case.codec)
+    assert case.codec.faithful or twin is not case.codec, f"{case}: no twin"
     got, expected = twin.encode(x, seed=case.seed), case.codec.encode(x, seed=case.seed)
     assert_same_payload(got, expected, str(case))
     plain = case.codec.decode(expected)

@@ -49,9 +49,10 @@ def shifted_keys(number: int) -> Iterator[None]:
         yield
 
 
-def check(case: Case, device: torch.device) -> None:
+def check(case: Case, device: torch.device, *, kind: Any = None) -> None:
+    """``kind`` is the class of the twin, where it shall not be the one that is chosen for the device."""
     codec, x = case[0], copy_to(case[1], device)
-    twin: Any = kernels.twin(codec, device, x.dtype)
+    twin: Any = kernels.twin(codec, device, x.dtype) if kind is None else kind(codec)
     assert twin.replays and twin.takes_replay, f"{codec}: no twin at work"
     cell = Cell(device)
     replay = Replay(cell)

@@ -1,8 +1,8 @@
 """Twins of codecs for the GPU: same base name, same values, one pass over the raw tensor each way.
 
-Twins are written in Triton, and in CUDA C++ for NVIDIA where votes within a warp decide: ``sz`` once more, and
-``cusz``, ``jpeg_act`` and ``lossless``. Neither Triton nor CUDA is touched before a twin is asked for. Where there is
-no twin, the plain-torch codec itself does the work.
+Twins are written in Triton, and in CUDA C++ for NVIDIA where votes within a warp or shared memory decide: ``sz`` and
+``division`` once more, and ``cusz``, ``jpeg_act`` and ``lossless``. Neither Triton nor CUDA is touched before a twin is
+asked for. Where there is no twin, the plain-torch codec itself does the work.
 """
 
 from __future__ import annotations
@@ -39,6 +39,12 @@ def _twin(codec: Codec, device: str, dtype: torch.dtype) -> Codec:
         from lowtide.kernels._sz_cuda import SzCuda
 
         found: Codec = SzCuda.of(codec)  # type: ignore[arg-type]
+        if found.accepts(dtype):
+            return found
+    if device == "cuda" and codec.name == "division" and _nvrtc.available() and available():
+        from lowtide.kernels._division_cuda import DivisionCuda
+
+        found = DivisionCuda(codec)  # type: ignore[arg-type]
         if found.accepts(dtype):
             return found
     if (device != "cuda" and not interpreted()) or not available() or codec.name not in KERNELS.names():

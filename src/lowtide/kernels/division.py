@@ -129,7 +129,7 @@ def _geometry(spec: TensorSpec, codec: Division) -> Geometry | None:
     planes, values, channels = blocks.planes, _NBYTES // spec.dtype.itemsize, 1
     if not spec.numel:
         return None
-    if _is_contiguous(spec):
+    if is_contiguous(spec):
         columns = min(_power_of_two(planes.width), values // blocks.tall)
         together = min(max(values // (columns * blocks.tall), 1), _power_of_two(planes.count))
     elif planes.is_image and len(spec.shape) == 4 and _is_channels_last(spec):
@@ -154,7 +154,7 @@ def _geometry(spec: TensorSpec, codec: Division) -> Geometry | None:
     return Geometry(blocks, channels, together, max(columns, blocks.wide), corners, constants)
 
 
-def _is_contiguous(spec: TensorSpec) -> bool:
+def is_contiguous(spec: TensorSpec) -> bool:
     expected = 1
     for size, stride in zip(reversed(spec.shape), reversed(spec.stride), strict=True):
         if size != 1 and stride != expected:
