@@ -8,13 +8,10 @@ is one.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from lowtide.app.report import scales
 from lowtide.app.report.command import write_whole
@@ -27,6 +24,7 @@ from lowtide.app.train.config import PLAIN
 from lowtide.app.train.recipe import resolve_method
 from lowtide.reports.text import table
 from lowtide.session import DEFAULT_METHOD
+from lowtide.threads import one_thread
 
 EXAMPLES = """examples:
   lowtide demo
@@ -77,17 +75,6 @@ def run(options: argparse.Namespace) -> int:
         print("On a CPU codecs are plain torch, and slow; kernels are for GPUs.")
     print(f"\nreport: {report.resolve()}")
     return 0
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Tensors are small: threads would wait for each other, for minutes where others use the cores too."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _settings(method: str, options: argparse.Namespace, device: str) -> dict[str, Mapping[str, Any]]:

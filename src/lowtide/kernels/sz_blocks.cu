@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(256, 4) blocks_encode(const Args a) {
   const u32 ticket = take_ticket(a);
   stage<ENTRY>(a, staged, Scales<ENTRY>{a, origin_of<DITHER>(MIDDLE)});
   show_ticket(places, ticket);  // synchronises the block
-  const Chunk chunk = chunk_of(a, places, warp, 1024);
+  const Chunk chunk = numbered_chunk(a, places.ticket * 8 + warp, 1024);
   Block block = {{0, 0, 0, 0}, 0, 0};
   int code[32];  // magnitudes
   u32 lost = 0, words = 0, inside = 0, planes = 0, klass = 0;
@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(256, 4) blocks_encode(const Args a) {
   publish(a, places, words, warp, lane);
   u32 plane[4] = {plane_of(block.nibbles, 0), plane_of(block.nibbles, 1), plane_of(block.nibbles, 2),
                   plane_of(block.nibbles, 3)};
-  u32 base = place_of<1>(a, places, warp, lane);  // there are no registers for more
+  u32 base = place_of(a, places, warp, lane);
   if (!chunk.valid) return;
   u32 nibble = raw ? (lane == 0 ? 8 : 0) : klass + (block.signs ? 8 : 0);
   u32 upper = __shfl_down_sync(~0u, nibble, 1);

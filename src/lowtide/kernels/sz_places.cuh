@@ -13,13 +13,12 @@ __device__ __forceinline__ void show_ticket(Places& places, u32 ticket) {
   __syncthreads();
 }
 
-// The chunk of a warp, if it has one (`valid` > 0). The ticket can be read again: nothing has to be kept meanwhile.
+// A chunk of a tensor, if there is one of that number (`valid` > 0).
 struct Chunk {
   u32 number, valid;
   u64 start;
 };
-__device__ __forceinline__ Chunk chunk_of(const Args& a, const Places& places, int warp, u32 size) {
-  u32 number = places.ticket * 8 + warp;
+__device__ __forceinline__ Chunk numbered_chunk(const Args& a, u32 number, u32 size) {
   u64 start = (u64)number * size;
   return {number, number < a.chunks ? (u32)min(a.count - start, (u64)size) : 0, start};
 }
@@ -44,26 +43,18 @@ __device__ void publish(const Args& a, Places& places, u32 words, int warp, int 
   places.total = sum;
   *(volatile u64*)(a.work + 2 + ticket) = (u64)a.epoch << 34 | (ticket ? 1ull : 2ull) << 32 | sum;
 }
-// Blocks that end together do not know each other's places and look far back: AHEAD times 32 blocks are asked at once.
-template <int AHEAD> __device__ u32 place_of(const Args& a, Places& places, int warp, int lane) {
+__device__ u32 place_of(const Args& a, Places& places, int warp, int lane) {
   if (warp == 0) {
     __syncwarp();  // lane 31 has left the total
     const u32 ticket = places.ticket;
     volatile u64* state = a.work + 2;
     const u64 tag = (u64)a.epoch << 34;
     u32 before = 0, known = 0;
-    for (int at = (int)ticket - 1 - lane; !known; at -= 32 * AHEAD) {
-      u64 words[AHEAD];
-#pragma unroll
-      for (int k = 0; k < AHEAD; ++k) words[k] = at - 32 * k >= 0 ? state[at - 32 * k] : tag | 2ull << 32;
-#pragma unroll
-      for (int k = 0; k < AHEAD; ++k) {
-        if (known) continue;
-        u64 word = words[k];
-        while (word >> 34 != a.epoch || (word >> 32 & 3) == 0) word = state[at - 32 * k];
-        known = __ballot_sync(~0u, (word >> 32 & 3) == 2);
-        if (lane <= (known ? __ffs(known) - 1 : 31)) before += (u32)word;
-      }
+    for (int at = (int)ticket - 1 - lane; !known; at -= 32) {
+      u64 word = at >= 0 ? state[at] : tag | 2ull << 32;
+      while (word >> 34 != a.epoch || (word >> 32 & 3) == 0) word = state[at];
+      known = __ballot_sync(~0u, (word >> 32 & 3) == 2);
+      if (lane <= (known ? __ffs(known) - 1 : 31)) before += (u32)word;
     }
     for (int o = 16; o; o >>= 1) before += __shfl_xor_sync(~0u, before, o);
     if (lane == 0) {

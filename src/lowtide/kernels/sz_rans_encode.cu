@@ -321,21 +321,15 @@ __device__ __forceinline__ u32 place_for(const Args& a, u32 words, int lane) {
   return __shfl_sync(~0u, (u32)before, 0);
 }
 
-// The chunk of a warp, if it has one (`valid` > 0), found anew each time: no register has to be kept for it.
-struct Own {
-  u32 number, valid;
-  u64 start;
-};
-__device__ __forceinline__ Own own_chunk(const Args& a, int warp) {
+// The chunk of a warp, found anew each time: no register has to be kept for it.
+__device__ __forceinline__ Chunk own_chunk(const Args& a, int warp) {
 #ifdef __CUDA_ARCH__
   u32 block;
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
 #else
   u32 block = blockIdx.x;
 #endif
-  const u32 number = block * 8 + warp, size = a.rows * 128;
-  const u64 start = (u64)number * size;
-  return {number, number < a.chunks ? (u32)min(a.count - start, (u64)size) : 0, start};
+  return numbered_chunk(a, block * 8 + warp, a.rows * 128);
 }
 
 template <typename T, int V, int ROWS, int ENTRY, int ZERO, bool DITHER>
@@ -345,7 +339,7 @@ __global__ void __launch_bounds__(256, 4) rans_encode(const Args a) {
   extern __shared__ __align__(16) u32 dynamic[];
   float* scales = (float*)dynamic;
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-  Own chunk = own_chunk(a, warp);
+  Chunk chunk = own_chunk(a, warp);
   if (128u * (lane + 1) <= chunk.valid * sizeof(T))  // it is read from its end
     prefetch((const T*)a.x + chunk.start + chunk.valid - 128 / sizeof(T) * (lane + 1));
   stage<ENTRY, ROWS>(a, scales, Scales<ENTRY>{a, a.origin});

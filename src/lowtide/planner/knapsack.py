@@ -8,7 +8,6 @@ afterwards.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from lowtide.errors import SizeError
 from lowtide.reports.text import size
+from lowtide.threads import one_thread
 
 _BINS, _LINK_BINS = 1000, 40  # of the room and of the link's time; times are rounded up to whole ones, bytes to nearest
 
@@ -76,7 +76,7 @@ def solve(
         sizes = [[_held_behind(ways, beside, block, name, before) for before in befores] for name in choices]
         bins = [[round(nbytes / byte_scale) for nbytes in row] for row in sizes]
         links = [math.ceil(choice.link_ms / link_scale) for choice in choices.values()]
-        with _one_thread():
+        with one_thread():
             best, held, before = _extend(best, held, sizes, bins, links)
         best += torch.tensor([choice.cost_ms for choice in choices.values()], dtype=torch.float64)[:, None, None]
         befores = list(choices)
@@ -109,17 +109,6 @@ def _extend(
             for state, nothing in ((cost, torch.inf), (nbytes, 0), (origin, 0)):
                 state.copy_(state.roll(link, 1))[:, :link] = nothing
     return reached, bytes_there, before
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Steps between states are so short that threads wait for each other longer than they work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _walk_back(stages: list[_Stage], at: int, rows: int, columns: int) -> Iterator[str]:
