@@ -3,7 +3,12 @@ hooks."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import sys
+import threading
 from collections.abc import Callable, Iterator
+from typing import TextIO
 
 import pytest
 import torch
@@ -50,3 +55,38 @@ def assert_same() -> Callable[[list[Tensor], list[Tensor]], None]:
             assert torch.equal(plain, other), f"tensor {index} of shape {tuple(plain.shape)} differs"
 
     return check
+
+
+class _OfThread(io.TextIOBase):
+    """Takes what this thread writes; what other threads write meanwhile goes where it would have gone."""
+
+    def __init__(self, common: TextIO) -> None:
+        self._common = common
+        self._own = io.StringIO()
+        self._thread = threading.get_ident()
+
+    def write(self, text: str) -> int:
+        return (self._own if threading.get_ident() == self._thread else self._common).write(text)
+
+    def flush(self) -> None:
+        self._common.flush()
+
+    def text(self) -> str:
+        return self._own.getvalue()
+
+
+@pytest.fixture
+def call_here() -> Callable[[list[str]], tuple[int, str, list[str]]]:
+    """Carries out a command of lowtide in this process, one at a time; exit status, output, lines on stderr."""
+    from lowtide.app import cli
+
+    turn = threading.Lock()
+
+    def call(arguments: list[str]) -> tuple[int, str, list[str]]:
+        with turn:
+            output, errors = _OfThread(sys.stdout), _OfThread(sys.stderr)
+            with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+                status = cli.main(arguments)
+        return status, output.text(), errors.text().splitlines()
+
+    return call

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import io
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +11,6 @@ from types import ModuleType
 import pytest
 import torch
 
-from lowtide.app import cli
 from lowtide.app.compare.runs import Run, Runner
 
 STUDY = Path(__file__).parents[2] / "study"
@@ -97,21 +94,17 @@ def study(runner: ModuleType, table: Path) -> Callable[..., int]:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def calls(monkeypatch: pytest.MonkeyPatch, call_here: Callable[[list[str]], tuple[int, str, list[str]]]) -> list[str]:
     """Runs are carried out in this process, one after the other; the list of what was called."""
     made: list[str] = []
 
     def call(self: Runner, run: Run, command: list[str]) -> tuple[int, str, str]:
         made.append(f"{run.method.split(' = ')[0]} {run.seed}")
-        output, errors = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-            status = cli.main(command[3:])
+        status, output, lines = call_here(command[3:])
         assert self.watch is not None
-        complaint = ""
-        for line in errors.getvalue().splitlines():  # among them what the main thread says meanwhile
+        for line in lines:
             self.watch(run, line)
-            complaint = line.removeprefix("lowtide: ") if line.startswith("lowtide: ") else complaint
-        return status, output.getvalue(), complaint
+        return status, output, lines[-1].removeprefix("lowtide: ") if lines else ""
 
     monkeypatch.setattr(Runner, "_call", call)
     return made

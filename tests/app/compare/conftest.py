@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from lowtide.app import cli
 from lowtide.app.compare.runs import Run, Runner
 
 _NET = """
@@ -42,17 +39,16 @@ def compare(lowtide: Callable[..., int], tmp_path: Path) -> Callable[..., int]:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+def calls(
+    monkeypatch: pytest.MonkeyPatch, call_here: Callable[[list[str]], tuple[int, str, list[str]]]
+) -> list[list[str]]:
     """Runs are carried out in this process, one after the other; the list of what was called."""
     made: list[list[str]] = []
 
     def call(self: Runner, run: Run, command: list[str]) -> tuple[int, str, str]:
         made.append(command)
-        output, errors = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-            status = cli.main(command[3:])
-        lines = errors.getvalue().strip().splitlines()
-        return status, output.getvalue(), lines[-1].removeprefix("lowtide: ") if lines else ""
+        status, output, lines = call_here(command[3:])
+        return status, output, lines[-1].removeprefix("lowtide: ") if lines else ""
 
     monkeypatch.setattr(Runner, "_call", call)
     return made
