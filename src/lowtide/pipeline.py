@@ -14,6 +14,7 @@ from torch import Tensor
 from lowtide import kernels
 from lowtide.capture.handles import Alias, Entry, Handle
 from lowtide.capture.identity import Left
+from lowtide.capture.makers import Maker
 from lowtide.codecs import Codec
 from lowtide.coding import dither, layout
 from lowtide.errors import PayloadError
@@ -51,15 +52,23 @@ class Recipe:
 class Coded:
     """A save that waits as a payload; ``mask`` if its backward asks only where the tensor is not zero."""
 
-    __slots__ = ("_mask", "_payload")
+    __slots__ = ("_lent", "_mask", "payload")
 
     def __init__(self, payload: Payload, *, mask: bool = False) -> None:
-        self._payload, self._mask = payload, mask
+        self.payload, self._mask = payload, mask
+        self._lent: tuple[int, Tensor] | None = None
+
+    def lend(self, tensor: Tensor) -> None:
+        """It has been decoded for somebody else: whoever asks next, on the same stream, gets it once more."""
+        self._lent = _stream(tensor.device), tensor
 
     def restore(self, handle: Handle) -> Tensor:
         spec = handle.spec
+        lent, self._lent = self._lent, None
+        if lent is not None and lent[0] == _stream(spec.device):
+            return lent[1]
         with _Plainly(spec.device.type):
-            tensor = self._payload.nonzero() if self._mask else self._payload.decode(handle.name)
+            tensor = self.payload.nonzero() if self._mask else self.payload.decode(handle.name)
         if tensor.dtype is not spec.dtype or tensor.device != spec.device:
             raise _unlike(handle, tensor)
         if tensor.shape == spec.shape and tensor.stride() == spec.stride:
@@ -67,6 +76,28 @@ class Coded:
         if tensor.numel() != spec.numel:
             raise _unlike(handle, tensor)
         return tensor.as_strided(spec.shape, spec.stride, 0)
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+class Remade:
+    """A save that is made again by the op that made it, from what that op has saved itself."""
+
+    __slots__ = ("_maker",)
+
+    def __init__(self, maker: Maker) -> None:
+        self._maker = maker
+
+    def restore(self, handle: Handle) -> Tensor:
+        maker, spec = self._maker, handle.spec
+        source, kept = maker.source.restore(), maker.source.kept
+        with _Plainly(spec.device.type):
+            tensor = maker.run(source, spec.dtype)
+        if type(kept) is Coded:
+            kept.lend(source)  # backward of the op that made this is next, as a rule
+        return tensor.view(spec.shape)
 
 
 def _unlike(handle: Handle, tensor: Tensor) -> PayloadError:
@@ -150,7 +181,14 @@ class Pipeline:
             entry.raw = None
             return
         with _Plainly(raw.device.type):
-            self._settle(entry, raw, [(handle, self._decide(handle, raw)) for handle in handles])
+            choices = [(handle, self._decide(handle, raw)) for handle in handles]
+            maker = handles[0].maker
+            for handle in handles:
+                handle.maker = None
+            if maker is not None and _can_be_remade(maker, entry, choices):
+                self._leave_to(maker, entry, choices)
+            else:
+                self._settle(entry, raw, choices)
         entry.raw = None
 
     def _settle(self, entry: Entry, raw: Tensor, choices: list[tuple[Handle, Decision]]) -> None:
@@ -178,6 +216,13 @@ class Pipeline:
         for handle, decision in masks:
             if handle.kept is None:
                 self._answer_mask(handle, entry, raw, decision)
+
+    def _leave_to(self, maker: Maker, entry: Entry, choices: list[tuple[Handle, Decision]]) -> None:
+        """Hold nothing of a tensor that can be made again."""
+        source = maker.source
+        for handle, _ in choices:
+            handle.kept = Remade(maker)
+            self._note(handle, entry, f"again by {maker.op}", f"made of {source.name}", "", 0)
 
     def left(self, handle: Handle, left: Left, added: int) -> None:
         """A tensor that is passed through: note it and why."""
@@ -346,6 +391,19 @@ class Pipeline:
         need, site = handle.need.kind.value, handle.site
         raw = entry.record.claim()
         self.ledger.record(site.name, site.module, need, codec, reason, bound, raw, held)
+
+
+def _can_be_remade(maker: Maker, entry: Entry, choices: list[tuple[Handle, Decision]]) -> bool:
+    """Whether every save of the tensor asks for values that its maker's input gives, as exactly as it is to be."""
+    source = maker.source.kept
+    if entry.record.is_kept or any(
+        handle.need is None or handle.need.kind is not Kind.VALUES or decision.is_ruled for handle, decision in choices
+    ):
+        return False
+    if type(source) is Alias:
+        return maker.is_exact
+    is_bounded = type(source) is Coded and getattr(source.payload.codec, "takes_bound", False)
+    return is_bounded and all(decision.bound is not None for _, decision in choices)
 
 
 @cache

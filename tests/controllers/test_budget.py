@@ -114,6 +114,23 @@ def test_a_tensor_has_one_bound_the_smallest():
     assert (value(budget), value(budget, "c:addmm.mat1")) == (level(0.15), level(0.3))
 
 
+def test_what_is_made_again_shares_its_sources_bound():
+    """Claims are for an error of the stored tensor: 0.3 for GELU's own would do, what is made of it asks for 0.15."""
+    sites = [
+        site("a:gelu.self", (Claim(PROPAGATED, 1 / 9, 1.0),), family="pointwise"),
+        site("b:addmm.mat1", (Claim(WEIGHT, 1.0, 1.0),), leader="a:gelu.self", source="a:gelu.self"),
+        site("n:native_layer_norm.input", (Claim(SCALE, 1.0, 1.0),), family="norm", unit="std"),
+        site("c:addmm.mat1", (Claim(WEIGHT, 1.0, 1.0),), leader="n:native_layer_norm.input", unit="std",
+             source="n:native_layer_norm.input"),
+    ]  # fmt: skip
+    budget = settled(*sites)
+    expected = level(math.sqrt(3 * 0.0075))
+    for name in ("a:gelu.self", "n:native_layer_norm.input"):
+        assert value(budget, name) == expected
+    assert budget._rules["c:addmm.mat1"] is budget._rules["n:native_layer_norm.input"]
+    assert budget._rules["n:native_layer_norm.input"].unit == "std"
+
+
 def test_what_propagates_is_one_amount_for_all():
     """noise = 0.01 for two sites of equal size, gains of 0.5 and 0.02: v = 0.005 / 0.5 and 0.005 / 0.02."""
     sites = [

@@ -82,12 +82,14 @@ def test_measured_over_predicted_layer_by_layer(net, noise):
     assert all(0.8 < ratio < 1.25 for ratio in ratios.values()), ratios
 
 
-@pytest.mark.parametrize("net", ["resnet", "gpt"])
-def test_the_total_is_what_was_asked_for(net):
+@pytest.mark.parametrize(("net", "remake"), [("resnet", False), ("gpt", False), ("gpt", True)])
+def test_the_total_is_what_was_asked_for(net, remake):
     """Everything lossy, and what propagates counted in: 0.3 % to 1.5 % of the gradient's energy for noise = 1 %."""
-    session = bounds_after_training(net, 0.01, None, checks=0)
-    squares, predicted, total = measured(net, session, 0.01, None, checks=0)
+    session = bounds_after_training(net, 0.01, None, checks=0, remake=remake)
+    squares, predicted, total = measured(net, session, 0.01, None, checks=0, remake=remake)
     assert 0.003 < total < 0.015
+    if remake:
+        return  # bounds of norms are finer, so that most of the noise of their scales comes from above
     scales = {
         site: squares[f"{site.partition(':')[0]}.weight"] / figures.predicted
         for site, figures in predicted.items()
@@ -96,9 +98,10 @@ def test_the_total_is_what_was_asked_for(net):
     assert 0.7 < sum(scales.values()) / len(scales) < 1.4, scales
 
 
-def test_checks_agree_with_predictions():
+@pytest.mark.parametrize("remake", [False, True])
+def test_checks_agree_with_predictions(remake):
     """Every layer checked, each against exact storage of its own input, at every update."""
-    session = bounds_after_training("gpt", 0.01, None, checks=100)
+    session = bounds_after_training("gpt", 0.01, None, checks=100, remake=remake)
     found = {site: figures for site, figures in session.report().noise.items() if figures.measured is not None}
     assert len(found) == 14, "nine linear layers, five norms"
     ratios = [figures.measured / figures.predicted for figures in found.values()]
@@ -106,3 +109,8 @@ def test_checks_agree_with_predictions():
     # One draw: the error of a norm's scale has 64 entries, that of a weight gradient at least as many
     assert all(0.4 < ratio < 1.9 for ratio in ratios), ratios
     assert session.controller.events() == []
+    if remake:
+        again = [site for site, entry in session.ledger.sites.items() if entry.codec.startswith("again by")]
+        assert len(again) == 7, "what four norms of blocks, two GELUs and the last norm have made"
+        own = [figures.predicted / figures.share for site, figures in found.items() if site in again]
+        assert min(own) > 0.2 and max(own) < 1.3, "a stored tensor's bound is for what is made of it, too"

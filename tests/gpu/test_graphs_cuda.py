@@ -107,11 +107,12 @@ def test_a_replay_of_exact_is_plain_training(name: str, bf16: bool) -> None:
     ("method", "options"),
     [
         ("fixed", {"linear": "0.4 std", "norm": "0.4 std"}),
+        ("fixed", {"linear": "0.4 std", "norm": "0.4 std", "remake": True}),
         ("actnn", {"level": "L2"}),
         ("gact", {"level": "L1"}),
         ("division", {"bits": 4}),
     ],
-    ids=["fixed", "actnn", "gact", "division"],
+    ids=["fixed", "remake", "actnn", "gact", "division"],
 )
 def test_replays_have_the_noise_of_eager_steps_and_dither_of_their_own(
     method: str, options: dict[str, Any], name: str, bf16: bool

@@ -24,6 +24,7 @@ from lowtide import bounds
 from lowtide.capture import identity, sensitivity
 from lowtide.capture.channels import Channels
 from lowtide.capture.handles import Alias, Entry, Handle, Passed
+from lowtide.capture.makers import Maker
 from lowtide.capture.momentum import Momentum
 from lowtide.capture.numbers import Known, Record, read
 from lowtide.capture.parcel import Parcel
@@ -93,7 +94,9 @@ class Collector:
             return
         with torch.no_grad(), torch.autocast(handle.spec.device.type, enabled=False):
             x = handle.restore()
-            record = self._record(node, handle, x)
+            maker = handle.maker if handle.maker is not None and handle.maker.source.site is not None else None
+            stored = x if maker is None else maker.source.restore()
+            record = self._record(node, handle, stored, maker)
             below = self._below(node) if "batch_norm" in site.op else None
             probes = sensitivity.probes(site, need.family, node, x, below)
             for probe in probes:
@@ -101,33 +104,38 @@ class Collector:
             self._remember(Producer.of(site, node, x))
             check = SpotCheck.of(site, node, x) if site.name in wish.checks else None
             if wish.spread:
-                part = bounds.sample(x, ())
+                part = bounds.sample(stored, ())
                 record.sampled += part.numel()
                 record.add("nonzero", count_nonzero(part))
                 record.add("sum", part.sum(dtype=working(part)))
                 record.add("root", norm(part))
             channels = Channels.of(node, x) if wish.channels and "batch_norm" in site.op else None
-        hook = _Hook(record, probes, peaks=wish.peaks, channels=channels)
+            gain = None if maker is None else maker.gain(bounds.sample(stored, ()))
+        hook = _Hook(record, probes, peaks=wish.peaks, channels=channels, gain=gain)
         if check is not None:
             hook.check = check, handle
         node.register_hook(hook)
 
-    def _record(self, node: Any, handle: Handle, x: Tensor) -> Record:
-        """The site's record; the first forward of a step begins it."""
+    def _record(self, node: Any, handle: Handle, stored: Tensor, maker: Maker | None) -> Record:
+        """The site's record; the first forward of a step begins it. ``stored`` is what its error is an error of."""
         site, need = handle.site, handle.need
         assert site is not None and need is not None
         if site.name not in self._records:
-            leader = self._leaders.setdefault(handle.entry, site.name) if handle.entry is not None else site.name
+            held = handle if maker is None else maker.source
+            source = held.site
+            assert source is not None
+            leader = self._leaders.setdefault(held.entry, source.name) if held.entry is not None else source.name
             shape = sensitivity.geometry(site.op, node)
             self._records[site.name] = Record({
                 "site": site.name,
                 "op": site.op,
                 "family": need.family,
-                "unit": sensitivity.unit_of(site.op),
-                "dtype": str(x.dtype).removeprefix("torch."),
+                "unit": sensitivity.unit_of(source.op),
+                "dtype": str(stored.dtype).removeprefix("torch."),
                 "leader": leader,
-                "numel": x.numel(),
-                "samples": x.shape[0] if x.dim() else 1,
+                "numel": stored.numel(),
+                "source": "" if maker is None else source.name,
+                "samples": stored.shape[0] if stored.dim() else 1,
                 "outputs": shape.outputs,
                 "reuse": shape.reuse,
             })  # fmt: skip
@@ -249,8 +257,11 @@ class Collector:
 class _Hook:
     """Runs when backward has run a node: its gradients become a few numbers of the node's site."""
 
-    def __init__(self, record: Record, probes: list[Probe], *, peaks: bool, channels: Channels | None) -> None:
+    def __init__(
+        self, record: Record, probes: list[Probe], *, peaks: bool, channels: Channels | None, gain: Tensor | None
+    ) -> None:
         self._record, self._probes, self._peaks, self._channels = record, probes, peaks, channels
+        self._gain = gain  # where the tensor is made of another one: of the variance of that one's error
         self.check: tuple[SpotCheck, Handle] | None = None
 
     @torch.no_grad()
@@ -263,7 +274,8 @@ class _Hook:
             outgoing = grad_inputs[probe.edge]
             if outgoing is None or any(grad_inputs[edge] is None for edge in probe.reads):
                 continue  # ``torch.autograd.grad`` has asked for some gradients only
-            record.add(f"sensitivity.{probe.kind}", probe.measure(grad_inputs, arrived), backward)
+            reaction = probe.measure(grad_inputs, arrived)
+            record.add(f"sensitivity.{probe.kind}", reaction if self._gain is None else reaction * self._gain, backward)
             if probe.kind not in record.weights:
                 record.add(f"energy.{probe.kind}", norm(outgoing), backward)
         record.add("gradient", arrived.square(), backward)
@@ -275,4 +287,5 @@ class _Hook:
         if self.check is not None:
             check, handle = self.check
             self.check = None  # or the payload would live as long as the graph
-            record.add("error", check.variance(handle.restore(), gy), backward)
+            variance = check.variance(handle.restore(), gy)
+            record.add("error", variance if self._gain is None else variance / self._gain, backward)

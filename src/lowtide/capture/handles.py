@@ -170,7 +170,8 @@ class Handle:
     """What a pack hook returns: owned by the graph, freed with it. It never holds a tensor that has a graph."""
 
     __slots__ = (
-        "__weakref__", "call_path", "entry", "habit", "is_leaf", "kept", "module", "need", "number", "site", "spec"
+        "__weakref__", "call_path", "entry", "habit", "is_leaf", "kept", "maker", "module", "need", "number", "site",
+        "spec",
     )  # fmt: skip
 
     def __init__(self, spec: TensorSpec, path: str, module: str, is_leaf: bool) -> None:
@@ -182,6 +183,7 @@ class Handle:
         self.habit: Any = None
         self.entry: Entry | None = None
         self.kept: Kept | None = None
+        self.maker: Any = None  # the op that can make the tensor again, until the save is settled
         self.site: Site | None = None
         self.need: Need | None = None
 

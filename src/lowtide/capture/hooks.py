@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lowtide.capture import graph, identity, needs
+from lowtide.capture import graph, identity, makers, needs
 from lowtide.capture.habits import Habit, Habits, Save, has_state, site_of
 from lowtide.capture.handles import Alias, Deduplicator, Entry, Handle, Passed, Recast
 from lowtide.capture.scopes import Region, Scope, Scopes
@@ -32,7 +32,15 @@ class Capture:
     """Takes in saves while the model runs and hands each to ``settle`` once its op is known."""
 
     def __init__(
-        self, model: nn.Module | None, ledger: Ledger, settle: Settle, leave: Leave, *, min_size: int, recast: bool
+        self,
+        model: nn.Module | None,
+        ledger: Ledger,
+        settle: Settle,
+        leave: Leave,
+        *,
+        min_size: int,
+        recast: bool,
+        remake: bool = False,
     ) -> None:
         modules = model.modules() if model is not None else ()
         self._buffer_owners = [module for module in modules if module._buffers]
@@ -41,7 +49,7 @@ class Capture:
         self._dedup = Deduplicator(ledger)
         self._settle, self._leave = settle, leave
         self._ledger = ledger
-        self._min_size, self._recast = min_size, recast
+        self._min_size, self._recast, self._remake = min_size, recast, remake
         self.on_named: Callable[[Any, Handle], None] | None = None  # while statistics are wanted
         self._habits = Habits()
         self._small: dict[str, str] = {}  # what small tensors are called, by module path
@@ -176,6 +184,8 @@ class Capture:
         entry = handle.entry = self._dedup.entry(tensor, handle.spec, tensor._version)
         if entry.raw is None:
             entry.raw = tensor.detach()
+        if self._remake and not handle.is_leaf:
+            handle.maker = makers.find(tensor)
         return entry
 
     def _is_ready(self, scope: Scope, entry: Entry) -> None:

@@ -36,6 +36,6 @@ def by_tensor(sites: Iterable[SiteStatistics]) -> list[list[SiteStatistics]]:
     """Sites grouped by the tensor that they saved, where one bound can serve them all."""
     groups: dict[tuple[str, str], list[SiteStatistics]] = {}
     for site in sites:
-        key = (site.leader, "") if site.unit == "absolute" else (site.site, site.unit)
+        key = (site.leader, "") if site.unit == "absolute" else (site.source or site.site, site.unit)
         groups.setdefault(key, []).append(site)
     return list(groups.values())

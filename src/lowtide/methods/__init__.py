@@ -13,8 +13,9 @@ from lowtide.registry import METHODS
 class Method(Protocol):
     """What a named method brings together. It is a frozen dataclass of its options.
 
-    Two things more a method may have, for where ``attach`` is not told otherwise. ``store()`` makes the store for its
+    Three things more a method may have, for where ``attach`` is not told otherwise. ``store()`` makes the store for its
     payloads; without it they wait on the device. ``regions()`` says which modules are run again in backward.
+    ``takes_remake`` says that a tensor may be made again from another one that is held under the same rules.
     """
 
     def values(self) -> Codec | None:

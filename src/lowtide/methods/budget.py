@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from lowtide import codecs
 from lowtide.codecs import Codec
@@ -15,6 +16,8 @@ __all__ = ["Budget"]
 @dataclass(frozen=True, slots=True)
 class Budget:
     """The options of ``lowtide.controllers.budget``, and how values are coded."""
+
+    takes_remake: ClassVar[bool] = True
 
     noise: float = 0.01
     propagated: float | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from lowtide.controllers.fixed import Fixed
 
@@ -12,6 +13,8 @@ __all__ = ["Exact"]
 @dataclass(frozen=True, slots=True)
 class Exact:
     """Losses, gradients and updated weights are bit-equal to plain training."""
+
+    takes_remake: ClassVar[bool] = True
 
     def values(self) -> None:
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from lowtide import codecs
 from lowtide.codecs import Codec
@@ -15,6 +15,8 @@ __all__ = ["Fixed"]
 @dataclass(frozen=True, slots=True)
 class Fixed:
     """A bound for each family of ops (a number, or "0.4 std"; None takes the default), and how values are coded."""
+
+    takes_remake: ClassVar[bool] = True
 
     linear: Any = None
     norm: Any = None

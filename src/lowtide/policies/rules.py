@@ -121,6 +121,7 @@ class Decision:
     bound: BoundSource | None
     reason: str
     store: Store | None = None  # None means: the session's
+    is_ruled: bool = False  # a rule says how it is stored, not the method
     bound_text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -165,7 +166,7 @@ class Policy:
         self._matched.update(hits)
         rule = self.rules[hits[0]] if hits else None
         if rule is not None and rule.keep:
-            return Decision(None, None, f"kept by {rule}")
+            return Decision(None, None, f"kept by {rule}", is_ruled=True)
         opted_in = rule is not None and rule.op != "*" and need.family == "unknown"
         if need.kind is Kind.EXACT and not opted_in:
             return Decision(None, None, need.why)
@@ -177,7 +178,8 @@ class Policy:
             return Decision(None, None, bound.reason)
         if not codec.accepts(spec.dtype):
             return Decision(None, None, f"codec {codec.name} does not take {str(spec.dtype).removeprefix('torch.')}")
-        return Decision(codec, bound, need.why, self._find_store(rule))
+        is_ruled = rule is not None and (rule.codec is not None or rule.bound is not None)
+        return Decision(codec, bound, need.why, self._find_store(rule), is_ruled)
 
     def _find_store(self, rule: Rule | None) -> Store | None:
         store = rule.store if rule is not None else None

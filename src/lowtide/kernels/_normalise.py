@@ -1,0 +1,39 @@
+"""Rows less their means, times their inverse spreads, scaled and shifted: a layer norm whose statistics are given."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowtide import kernels
+
+_LONGEST = 1 << 13  # values of a row that one program holds
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def rows(
+    x: Tensor, mean: Tensor, inverse_std: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """(x - mean) * inverse_std * weight + bias in ``dtype``; ``x`` is contiguous, a row for each mean.
+
+    Computed in float32 at least and rounded once.
+    """
+    count = mean.numel()
+    flat = x.view(count, -1)
+    if _is_for_triton(flat, dtype):
+        from lowtide.kernels import _normalise_triton
+
+        return _normalise_triton.rows(flat, mean, inverse_std, weight, bias, dtype).view(x.shape)
+    wide = torch.promote_types(flat.dtype, torch.float32)
+    made = (flat.to(wide) - mean.to(wide).view(count, 1)).mul_(inverse_std.to(wide).view(count, 1))
+    if weight is not None:
+        made.mul_(weight.to(wide).flatten())
+    if bias is not None:
+        made.add_(bias.to(wide).flatten())
+    return made.to(dtype).view(x.shape)
+
+
+def _is_for_triton(x: Tensor, dtype: torch.dtype) -> bool:
+    on_device = x.is_cuda or kernels.interpreted()
+    fits = 0 < x.shape[1] <= _LONGEST and x.dtype in _DTYPES and dtype in _DTYPES
+    return on_device and fits and x.numel() > 0 and kernels.available()
