@@ -73,8 +73,8 @@ class Ledger:
     ) -> None:
         """Add one save to its site; the first save of a step starts the site's count anew."""
         if name not in self._fresh:
-            self._fresh.add(name)
             self.sites[name] = SiteEntry(name, module, need, codec, reason, bound, 1, raw, held)
+            self._fresh.add(name)  # last: a thread that finds it here finds the entry, too
             return
         known = self.sites[name]
         if codec != known.codec and codec not in known.codec.split(", "):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lowtide.app.compare.runs import Runner
+from lowtide.app.shared import mps
 from lowtide.app.shared.mps import shared_gpu
 
 PIPES, LOGS = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
@@ -27,6 +28,7 @@ exit ${{STATUS:-0}}
 """)
     control.chmod(control.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(mps, "_PATIENCE", 300)
     monkeypatch.delenv(PIPES, raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return told

@@ -90,7 +90,7 @@ def test_a_model_is_on_its_way_from_the_survey_to_the_next_save():
 
         def fit(self, *args: object) -> str:
             self.has_begun.set()
-            assert self.may_end.wait(10)
+            assert self.may_end.wait(60)
             return "plan"
 
     codec, sites = Slow(), Sites(8)
@@ -99,7 +99,7 @@ def test_a_model_is_on_its_way_from_the_survey_to_the_next_save():
     assert not sites.is_fitting
     memo.survey = Survey(torch.zeros(4, dtype=torch.int16))
     assert not sites.is_fitting, "its codes may not have arrived"
-    assert memo.survey.model(codec, memo, 4) is None and codec.has_begun.wait(10)
+    assert memo.survey.model(codec, memo, 4) is None and codec.has_begun.wait(60)
     assert sites.is_fitting
     codec.may_end.set()
     sites.wait()

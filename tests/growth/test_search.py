@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowtide import find_batch_size
@@ -206,6 +206,7 @@ def test_of_two_runs_of_the_answer_the_higher_peak_is_given() -> None:
     assert (result.batch, result.peak) == (8, 120)
 
 
+@settings(deadline=None, derandomize=True)
 @given(
     fixed=st.integers(0, 10**6),
     each=st.integers(1, 10**4),
@@ -225,6 +226,7 @@ def test_on_a_line_the_answer_is_the_largest_and_few_sizes_are_tried(
     assert len(sizes) <= (6 if fixed + 2 * each * start <= limit else 14)
 
 
+@settings(deadline=None, derandomize=True)
 @given(
     jumps=st.lists(st.tuples(st.integers(1, 4096), st.integers(0, 10**5)), max_size=5),
     each=st.integers(0, 100),

@@ -18,7 +18,7 @@ def interpret(script: str, *arguments: str) -> int:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     # NumPy warns of every NaN and inf.
     command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name(script)), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-6000:]}"
     passed = re.fullmatch(r"(\d+) of \1 cases passed", done.stdout.strip())
     assert passed, done.stdout

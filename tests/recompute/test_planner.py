@@ -28,7 +28,7 @@ choice = st.builds(Choice, st.integers(0, 10**6), st.floats(0, 100), st.floats(0
 blocks_of_choices = st.lists(st.fixed_dictionaries(dict.fromkeys(NAMES, choice)), max_size=4)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(blocks_of_choices, st.data(), st.floats(0, 400))
 def test_no_mixture_within_the_room_is_cheaper(
     blocks: list[dict[str, Choice]], data: st.DataObject, overlap_ms: float

@@ -28,7 +28,7 @@ pairs = st.dictionaries(st.tuples(st.sampled_from(NAMES), st.sampled_from(NAMES)
 chains = st.lists(st.tuples(st.fixed_dictionaries(dict.fromkeys(NAMES, choice)), pairs), min_size=4, max_size=5)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(chains, st.floats(0, 1), st.floats(0, 200))
 def test_no_mixture_of_a_chain_is_cheaper(
     chain: list[tuple[dict[str, Choice], dict[tuple[str, str], int]]], share: float, overlap_ms: float

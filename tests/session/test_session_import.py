@@ -8,7 +8,7 @@ import sys
 
 def _run(code: str) -> str:
     """The output of a fresh interpreter; it inherits the path on which Lowtide was found here."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import lowtide
 from lowtide.capture.handles import Alias, Passed
-from lowtide.ledger import Lease, Ledger
+from lowtide.ledger import Lease, Ledger, SiteEntry
 from lowtide.payloads import Payload
 
 
@@ -167,3 +168,19 @@ def test_the_usual_size_of_a_step_follows_the_steps():
         del lease
         ledger.end_step()
     assert ledger.raw_peak == 1000
+
+
+def test_two_threads_may_be_the_first_to_save_at_a_site(monkeypatch):
+    """A second save comes, as from another thread, at the moment at which the first one makes the site's entry."""
+    ledger, late = Ledger(), [True]
+    save = ("0:tanh.result", "0", "values", "sz", "", "", 8, 1)
+
+    def make(*arguments: Any) -> SiteEntry:
+        if late and late.pop():
+            ledger.record(*save)
+        return SiteEntry(*arguments)
+
+    monkeypatch.setattr("lowtide.ledger.SiteEntry", make)
+    ledger.record(*save)
+    ledger.record(*save)
+    assert ledger.sites["0:tanh.result"].raw_nbytes >= 16

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow_link import SlowFlight, SlowLink
 from torch import Tensor, nn
@@ -200,6 +200,7 @@ def test_what_was_put_long_ago_is_forgotten(link: SlowLink) -> None:
     assert len(lane._orders) == len(lane._payloads) <= 300
 
 
+@settings(deadline=None, derandomize=True)
 @given(
     actions=st.lists(st.tuples(st.sampled_from(["put", "fetch", "drop"]), st.integers(0, 10**6)), max_size=120),
     staging=st.integers(1, 5 * SIZE),

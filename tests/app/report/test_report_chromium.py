@@ -76,11 +76,12 @@ def look(tmp_path: Path) -> Callable[..., dict[str, Any]]:
         path = tmp_path / "acted.html"
         path.write_text(text.replace("</body>", f"{ACTOR}</body>"), encoding="utf-8")
         command = [
-            str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
-            f"--user-data-dir={tmp_path / 'profile'}", f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}",
-            f"--window-size={width},1400", "--dump-dom", path.as_uri(),
+            str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+            "--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}",
+            f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}", f"--window-size={width},1400",
+            "--dump-dom", path.as_uri(),
         ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         found = re.search(r'data-seen="([^"]*)"', done.stdout)
         console = re.findall(r":CONSOLE.*", done.stderr)
         assert found, f"the page was not acted on: {console or done.stderr[-2000:]}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lowtide.app.report import scales
@@ -12,7 +12,10 @@ from lowtide.app.report.scales import Axis
 VALUES = st.lists(st.floats(-1e9, 1e9, allow_nan=False), min_size=1, max_size=8)
 
 
+@settings(max_examples=300, deadline=None, derandomize=True)
 @given(values=VALUES, zero=st.booleans(), whole=st.booleans())
+@example(values=[5e-324], zero=False, whole=False)
+@example(values=[-5e-324, 1e-310], zero=True, whole=False)
 def test_an_axis_covers_its_values(values, zero, whole):
     axis = Axis.fit(values, start=0, stop=100, zero=zero, whole=whole)
     slack = 1e-6 * (axis.high - axis.low)

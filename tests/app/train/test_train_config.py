@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowtide.app.shared.specs import UsageError
@@ -31,6 +31,7 @@ def _without_empty(table: dict) -> dict:
     return {key: value for key, value in kept.items() if value != {}}
 
 
+@settings(deadline=None, derandomize=True)
 @given(_TABLES)
 def test_what_is_written_is_what_is_read(table: dict):
     assert _without_empty(tomllib.loads(toml.dumps(table))) == _without_empty(table)

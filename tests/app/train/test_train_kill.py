@@ -35,7 +35,8 @@ def net(num_classes, width=8):
 def processes() -> Iterator[multiprocessing.context.ForkServerContext]:
     """Children of a server that has imported everything once: they begin within milliseconds."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lowtide.app.cli"])
+    # Optimizers import the second when they are made, children the third to find their function here.
+    context.set_forkserver_preload(["lowtide.app.cli", "torch._inductor.config", "pytest"])
     yield context
     forkserver._forkserver._stop()
 
@@ -86,18 +87,21 @@ def folder(processes, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_killed_at_random_moments(processes, folder, read_weights, assert_same):
+    """Where a run gets to its end before it is killed, another one is begun."""
     chance = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID", "0"))
-    killed, limit = 0, 0.3
+    killed, number, limit = 0, 0, 0.3
     while killed < _KILLS:
-        status = _run(processes, _command(folder, "random"), seconds=chance.uniform(0.0, limit))
+        status = _run(processes, _command(folder, f"random-{number}"), seconds=chance.uniform(0.0, limit))
         if status == 0:
-            break
+            number += 1
+            limit /= 2
+            continue
         assert status == -signal.SIGKILL
         killed += 1
         limit *= 1.2  # however slow the machine, it gets on
-    assert killed >= 4
-    assert _run(processes, _command(folder, "random")) == 0
-    assert_same(read_weights(folder / "whole"), read_weights(folder / "random"))
+    assert _run(processes, _command(folder, f"random-{number}")) == 0
+    for run in range(number + 1):
+        assert_same(read_weights(folder / "whole"), read_weights(folder / f"random-{run}"))
 
 
 def test_killed_while_a_checkpoint_is_written(processes, folder, read_weights, assert_same):

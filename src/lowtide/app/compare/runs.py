@@ -15,9 +15,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from lowtide.app.shared.arguments import say
@@ -112,9 +113,16 @@ class Runner:
         """
         with shared_gpu(self.jobs) as self._variables, ThreadPoolExecutor(self.jobs) as pool:
             timer = self._set_timer()
+            # Not as_completed: what has ended before it is called comes in any order.
+            ended: SimpleQueue[Future[dict[str, Any] | None]] = SimpleQueue()
+            futures = {}
             try:
-                futures = {pool.submit(self._carry_out, run): run for run in runs}
-                for future in as_completed(futures):
+                for run in runs:
+                    future = pool.submit(self._carry_out, run)
+                    futures[future] = run
+                    future.add_done_callback(ended.put)
+                for _ in runs:
+                    future = ended.get()
                     row = future.result()
                     if row is not None:
                         yield futures[future], row

@@ -10,6 +10,7 @@ from lowtide.reports.text import size
 
 Format = Callable[[float], str]
 _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
+_LEAST = 1e-300  # smaller numbers cannot be divided into steps, and count as zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Axis:
     ) -> Axis:
         """An axis that ends on ticks. ``zero`` includes zero, ``binary`` makes round numbers of bytes, ``whole`` has no
         ticks between whole numbers."""
-        known = list(values)
+        known = [0.0 if abs(value) < _LEAST else value for value in values]
         low, high = min(known, default=0.0), max(known, default=1.0)
         low, high = (min(low, 0.0), max(high, 0.0)) if zero else (low, high)
         if high - low < 1e-12 * max(abs(low), abs(high), 1e-12):
