@@ -10,9 +10,7 @@ from types import ModuleType
 
 import pytest
 
-import lowtide
 from lowtide.planner.clock import Clock
-from lowtide.planner.trial import Trial
 
 
 @pytest.fixture(scope="module")
@@ -25,23 +23,12 @@ def bench() -> ModuleType:
     return module
 
 
-@pytest.fixture
-def _timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are run, but plans are made for the times they are said to take: those of a busy machine tell nothing."""
-    run = Trial._time
-
-    def told(trial: Trial, session: lowtide.Session | None = None) -> float:
-        run(trial, session)
-        return 10.0 if session is None else 13.0 if session._scopes.regions is None else 14.0
-
-    monkeypatch.setattr(Trial, "_time", told)
-    monkeypatch.setattr(Clock, "total_ms", lambda clock: 1.0)
-
-
 @pytest.mark.usefixtures("_timed")
 def test_budgets_are_met_and_plans_printed(
-    bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Plans are made for times as they are told: those of a busy machine tell nothing."""
+    monkeypatch.setattr(Clock, "total_ms", lambda clock: 1.0)
     parser, out = argparse.ArgumentParser(), tmp_path / "plans.csv"
     bench.configure(parser)
     shared = ["--tiny", "--device", "cpu", "--batch", "16", "--precision", "fp32", "--out", str(out)]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lowtide.capture.handles import Handle, Passed, Recast
 from lowtide.capture.sums import working
+from lowtide.coding import layout
 from lowtide.kernels import _normalise
 from lowtide.records import TensorSpec
 
@@ -62,16 +63,7 @@ def find(tensor: Tensor) -> Maker | None:
 
 def _is_alike(spec: TensorSpec, tensor: Tensor) -> bool:
     """Whether values of both lie in the same order, one for one."""
-    return spec.numel == tensor.numel() and spec.device == tensor.device and _is_contiguous(spec)
-
-
-def _is_contiguous(spec: TensorSpec) -> bool:
-    expected = 1
-    for size, stride in zip(reversed(spec.shape), reversed(spec.stride), strict=True):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+    return spec.numel == tensor.numel() and spec.device == tensor.device and layout.is_contiguous(spec)
 
 
 def _gelu(node: Any) -> Maker | None:

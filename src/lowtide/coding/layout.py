@@ -24,6 +24,16 @@ def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return True
 
 
+def is_contiguous(spec: TensorSpec) -> bool:
+    """Whether elements lie in the order of their axes, the last one fastest."""
+    expected = 1
+    for size, stride in zip(reversed(spec.shape), reversed(spec.stride), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 def spec_of(x: Tensor) -> TensorSpec:
     """The spec of a dense tensor; anything else is refused."""
     if not is_dense(tuple(x.shape), tuple(x.stride())):

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from lowtide.codecs.division import Division, of_payload
-from lowtide.coding import dither
+from lowtide.coding import dither, layout
 from lowtide.coding.block_means import Blocks
 from lowtide.kernels import _nvrtc
 from lowtide.kernels._base import Twin
 from lowtide.kernels._nvrtc import current_stream
 from lowtide.kernels._sz_jobs import TYPES
 from lowtide.kernels._workspaces import Replay
-from lowtide.kernels.division import DivisionKernel, is_contiguous
+from lowtide.kernels.division import DivisionKernel
 from lowtide.records import Bound, Encoded, TensorSpec
 
 PROGRAM = _nvrtc.Program.read("division", "dtypes.cuh", "four.cuh", "dither.cuh", "division.cu")
@@ -103,7 +103,7 @@ class Job:
 @lru_cache(maxsize=1024)
 def job_of(spec: TensorSpec, codec: Division) -> Job | None:
     """None for what the kernels do not reach: other layouts and dtypes, large planes, nothing at all."""
-    if not spec.numel or spec.dtype not in TYPES or codec.faithful or not is_contiguous(spec):
+    if not spec.numel or spec.dtype not in TYPES or codec.faithful or not layout.is_contiguous(spec):
         return None
     blocks = codec.blocks(spec)
     planes, tall, wide, places = blocks.planes, blocks.tall, blocks.wide, codec.places(blocks)

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowtide.codecs.division import Division, of_payload
-from lowtide.coding import dither
+from lowtide.coding import dither, layout
 from lowtide.coding.block_means import Blocks
 from lowtide.coding.planes import join
 from lowtide.kernels import interpreted
@@ -129,7 +129,7 @@ def _geometry(spec: TensorSpec, codec: Division) -> Geometry | None:
     planes, values, channels = blocks.planes, _NBYTES // spec.dtype.itemsize, 1
     if not spec.numel:
         return None
-    if is_contiguous(spec):
+    if layout.is_contiguous(spec):
         columns = min(_power_of_two(planes.width), values // blocks.tall)
         together = min(max(values // (columns * blocks.tall), 1), _power_of_two(planes.count))
     elif planes.is_image and len(spec.shape) == 4 and _is_channels_last(spec):
@@ -152,15 +152,6 @@ def _geometry(spec: TensorSpec, codec: Division) -> Geometry | None:
     }
     corners = tuple(float(shares[row, column]) for row in (0, -1) for column in (0, -1))
     return Geometry(blocks, channels, together, max(columns, blocks.wide), corners, constants)
-
-
-def is_contiguous(spec: TensorSpec) -> bool:
-    expected = 1
-    for size, stride in zip(reversed(spec.shape), reversed(spec.stride), strict=True):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _is_channels_last(spec: TensorSpec) -> bool:
