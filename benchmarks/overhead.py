@@ -3,7 +3,7 @@
     PYTHONPATH=src python benchmarks/overhead.py resnet50 --batch 256 --precision bf16,tf32
     PYTHONPATH=src python benchmarks/overhead.py resnet18 --tiny --device cpu --batch 8 --precision fp32 --window 8
 
-Method ``budget`` measures every 100 steps. Here it does so every ``--window`` steps, and steps are timed
+Method ``budget`` measures every 400 steps. Here it does so every ``--window`` steps, and steps are timed
 by their place in the window, over several of them:
 - place 0, ``statistics``: hooks reduce gradients, one layer is checked, the numbers go to the host;
 - place 1, ``update``: at its end they have arrived, and new bounds are computed;
