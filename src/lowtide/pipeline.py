@@ -20,6 +20,7 @@ from lowtide.coding import dither, layout
 from lowtide.errors import PayloadError
 from lowtide.graphs.recording import Recording
 from lowtide.kernels import _tickets
+from lowtide.kernels._nvrtc import current_stream
 from lowtide.ledger import Ledger
 from lowtide.payloads import Payload, Pending, Waiting
 from lowtide.policies.rules import Decision, Policy
@@ -79,7 +80,7 @@ class Coded:
 
 
 def _stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return current_stream(device.index) if device.type == "cuda" else 0
 
 
 class Remade:
@@ -97,7 +98,7 @@ class Remade:
             tensor = maker.run(source, spec.dtype)
         if type(kept) is Coded:
             kept.lend(source)  # backward of the op that made this is next, as a rule
-        return tensor.view(spec.shape)
+        return layout.restore(tensor, spec)  # another save of the same memory may have it transposed
 
 
 def _unlike(handle: Handle, tensor: Tensor) -> PayloadError:
@@ -173,8 +174,9 @@ class Pipeline:
 
     def settle(self, entry: Entry, handles: list[Handle]) -> None:
         """Every op that saved this tensor so far is known: choose how it is held [7]."""
-        raw = entry.raw
+        raw, maker = entry.raw, entry.maker
         assert raw is not None, "an unsettled entry holds its tensor"
+        entry.maker = None
         if raw._version != entry.version:
             for handle in handles:
                 self._keep(handle, entry, raw, "changed in place after it was saved")
@@ -182,9 +184,6 @@ class Pipeline:
             return
         with _Plainly(raw.device.type):
             choices = [(handle, self._decide(handle, raw)) for handle in handles]
-            maker = handles[0].maker
-            for handle in handles:
-                handle.maker = None
             if maker is not None and _can_be_remade(maker, entry, choices):
                 self._leave_to(maker, entry, choices)
             else:
@@ -220,6 +219,7 @@ class Pipeline:
     def _leave_to(self, maker: Maker, entry: Entry, choices: list[tuple[Handle, Decision]]) -> None:
         """Hold nothing of a tensor that can be made again."""
         source = maker.source
+        self.coded += 1  # nothing is held of it: that is as good
         for handle, _ in choices:
             handle.kept = Remade(maker)
             self._note(handle, entry, f"again by {maker.op}", f"made of {source.name}", "", 0)

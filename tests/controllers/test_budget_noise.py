@@ -82,19 +82,32 @@ def test_measured_over_predicted_layer_by_layer(net, noise):
     assert all(0.8 < ratio < 1.25 for ratio in ratios.values()), ratios
 
 
-@pytest.mark.parametrize(("net", "remake"), [("resnet", False), ("gpt", False), ("gpt", True)])
-def test_the_total_is_what_was_asked_for(net, remake):
+@pytest.mark.parametrize("net", ["resnet", "gpt"])
+def test_the_total_is_what_was_asked_for(net):
     """Everything lossy, and what propagates counted in: 0.3 % to 1.5 % of the gradient's energy for noise = 1 %."""
-    session = bounds_after_training(net, 0.01, None, checks=0, remake=remake)
-    squares, predicted, total = measured(net, session, 0.01, None, checks=0, remake=remake)
+    session = bounds_after_training(net, 0.01, None, checks=0)
+    squares, predicted, total = measured(net, session, 0.01, None, checks=0)
     assert 0.003 < total < 0.015
-    if remake:
-        return  # bounds of norms are finer, so that most of the noise of their scales comes from above
     scales = {
         site: squares[f"{site.partition(':')[0]}.weight"] / figures.predicted
         for site, figures in predicted.items()
         if "norm" in site and figures.predicted
     }
+    assert 0.7 < sum(scales.values()) / len(scales) < 1.4, scales
+
+
+def test_the_total_is_the_same_where_tensors_are_made_again():
+    """Bounds of the blocks' norms are finer then, that of the last norm is coarser: a third of the noise of a block's
+    scale comes from there. So it is compared with what is left while its own norm is exact."""
+    session = bounds_after_training("gpt", 0.01, None, checks=0, remake=True)
+    squares, predicted, total = measured("gpt", session, 0.01, None, checks=0, remake=True)
+    assert 0.003 < total < 0.015
+    scales = {}
+    for site in (site for site in predicted if "norm" in site):
+        path = site.partition(":")[0]
+        rest, _, _ = measured("gpt", session, 0.01, [{"path": path, "keep": True}], checks=0, remake=True)
+        scales[path] = (squares[f"{path}.weight"] - rest[f"{path}.weight"]) / predicted[site].predicted
+    assert len(scales) == 5
     assert 0.7 < sum(scales.values()) / len(scales) < 1.4, scales
 
 
@@ -112,5 +125,5 @@ def test_checks_agree_with_predictions(remake):
     if remake:
         again = [site for site, entry in session.ledger.sites.items() if entry.codec.startswith("again by")]
         assert len(again) == 7, "what four norms of blocks, two GELUs and the last norm have made"
-        own = [figures.predicted / figures.share for site, figures in found.items() if site in again]
+        own = [found[site].predicted / found[site].share for site in again]
         assert min(own) > 0.2 and max(own) < 1.3, "a stored tensor's bound is for what is made of it, too"

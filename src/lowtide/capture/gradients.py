@@ -94,7 +94,9 @@ class Collector:
             return
         with torch.no_grad(), torch.autocast(handle.spec.device.type, enabled=False):
             x = handle.restore()
-            maker = handle.maker if handle.maker is not None and handle.maker.source.site is not None else None
+            maker = handle.entry.maker if handle.entry is not None else None
+            if maker is not None and maker.source.site is None:  # its input is nobody's to store: there is no error
+                maker = None
             stored = x if maker is None else maker.source.restore()
             record = self._record(node, handle, stored, maker)
             below = self._below(node) if "batch_norm" in site.op else None

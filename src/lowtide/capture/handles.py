@@ -144,12 +144,13 @@ class StorageRecord:
 class Entry:
     """One tensor (a stretch of a storage at one version), however many ops saved it."""
 
-    __slots__ = ("__weakref__", "_payloads", "raw", "record", "version", "waiting")
+    __slots__ = ("__weakref__", "_payloads", "maker", "raw", "record", "version", "waiting")
 
     def __init__(self, record: StorageRecord, version: int) -> None:
         self.record = record
         self.version = version
         self.raw: Tensor | None = None
+        self.maker: Any = None  # the op that can make the tensor again, until it is settled
         self.waiting: list[weakref.ref[Handle]] = []
         self._payloads: dict[Any, weakref.ref[Any]] = {}
 
@@ -170,8 +171,7 @@ class Handle:
     """What a pack hook returns: owned by the graph, freed with it. It never holds a tensor that has a graph."""
 
     __slots__ = (
-        "__weakref__", "call_path", "entry", "habit", "is_leaf", "kept", "maker", "module", "need", "number", "site",
-        "spec",
+        "__weakref__", "call_path", "entry", "habit", "is_leaf", "kept", "module", "need", "number", "site", "spec"
     )  # fmt: skip
 
     def __init__(self, spec: TensorSpec, path: str, module: str, is_leaf: bool) -> None:
@@ -183,7 +183,6 @@ class Handle:
         self.habit: Any = None
         self.entry: Entry | None = None
         self.kept: Kept | None = None
-        self.maker: Any = None  # the op that can make the tensor again, until the save is settled
         self.site: Site | None = None
         self.need: Need | None = None
 

@@ -184,8 +184,8 @@ class Capture:
         entry = handle.entry = self._dedup.entry(tensor, handle.spec, tensor._version)
         if entry.raw is None:
             entry.raw = tensor.detach()
-        if self._remake and not handle.is_leaf:
-            handle.maker = makers.find(tensor)
+        if self._remake and entry.maker is None:
+            entry.maker = makers.find(tensor)
         return entry
 
     def _is_ready(self, scope: Scope, entry: Entry) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,30 +68,32 @@ def _is_alike(spec: TensorSpec, tensor: Tensor) -> bool:
 
 
 def _gelu(node: Any) -> Maker | None:
-    source, approximate = _handle(node, "self"), node._saved_approximate
-    if source is None:
-        return None
-
-    def run(x: Tensor, dtype: torch.dtype) -> Tensor:
-        return F.gelu(x, approximate=approximate).to(dtype)
-
-    return Maker("gelu", source, run, lambda part: _mean_square(_gelu_slope(part.to(working(part)))), is_exact=True)
-
-
-def _gelu_slope(x: Tensor) -> Tensor:
-    """Phi(x) + x phi(x); the tanh form differs from it by less than a hundredth."""
-    return torch.special.ndtr(x) + x * torch.exp(-x.square() / 2) / (2 * torch.pi) ** 0.5
+    return _pointwise("gelu", node, partial(F.gelu, approximate=node._saved_approximate), _gelu_slope)
 
 
 def _silu(node: Any) -> Maker | None:
+    return _pointwise("silu", node, F.silu, _silu_slope)
+
+
+def _pointwise(
+    op: str, node: Any, function: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor]
+) -> Maker | None:
     source = _handle(node, "self")
     if source is None:
         return None
 
     def run(x: Tensor, dtype: torch.dtype) -> Tensor:
-        return F.silu(x).to(dtype)
+        return function(x).to(dtype)
 
-    return Maker("silu", source, run, lambda part: _mean_square(_silu_slope(part.to(working(part)))), is_exact=True)
+    def gain(part: Tensor) -> Tensor:
+        return _mean_square(slope(part.to(working(part))))
+
+    return Maker(op, source, run, gain, is_exact=True)
+
+
+def _gelu_slope(x: Tensor) -> Tensor:
+    """Phi(x) + x phi(x); the tanh form differs from it by less than a hundredth."""
+    return torch.special.ndtr(x) + x * torch.exp(-x.square() / 2) / (2 * torch.pi) ** 0.5
 
 
 def _silu_slope(x: Tensor) -> Tensor:
@@ -104,14 +107,14 @@ def _layer_norm(node: Any) -> Maker | None:
     if source is None or mean is None or inverse_std is None:
         return None
 
-    def carry(x: Tensor, dtype: torch.dtype) -> Tensor:
+    def run(x: Tensor, dtype: torch.dtype) -> Tensor:
         scale, shift = (None if part is None else part.restore() for part in (weight, bias))
         return _normalise.rows(x, mean.restore(), inverse_std.restore(), scale, shift, dtype)
 
     def gain(part: Tensor) -> Tensor:
         return part.new_ones((), dtype=working(part)) if weight is None else _mean_square(weight.restore())
 
-    return Maker("layer_norm", source, carry, gain, is_exact=False)
+    return Maker("layer_norm", source, run, gain, is_exact=False)
 
 
 def _handle(node: Any, field: str) -> Handle | None:

@@ -23,7 +23,8 @@ def rows(
     if _is_for_triton(flat, dtype):
         from lowtide.kernels import _normalise_triton
 
-        return _normalise_triton.rows(flat, mean, inverse_std, weight, bias, dtype).view(x.shape)
+        scale, shift = (None if part is None else part.contiguous() for part in (weight, bias))
+        return _normalise_triton.rows(flat, mean, inverse_std, scale, shift, dtype).view(x.shape)
     wide = torch.promote_types(flat.dtype, torch.float32)
     made = (flat.to(wide) - mean.to(wide).view(count, 1)).mul_(inverse_std.to(wide).view(count, 1))
     if weight is not None:
