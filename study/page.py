@@ -207,7 +207,7 @@ def _harm(tables: Sequence[Summary]) -> Iterator[str]:
     yield ""
     known = [table for table in tables if table.rows]
     lines = [f"- {table.experiment.title}: {line}" for table in tables for line in _losses(table)]
-    if known and not any(_is_worse(table, outcome) for table in known for outcome in table.outcomes):
+    if known and not any(_harms(table, outcome)[0] > 0 for table in known for outcome in table.outcomes):
         lines.insert(0, "- No interval of a difference lies wholly on the worse side of zero.")
     yield from lines or [f"{MISSING.capitalize()}."]
 
@@ -218,12 +218,12 @@ def _losses(table: Summary) -> Iterator[str]:
     form = "{:.4f}" if metric == "loss" else "{:.2f}"
     possible = []
     for outcome in table.outcomes:
-        mean, interval = _difference(outcome, metric)
-        worst = _worst(table, outcome)
-        if _is_worse(table, outcome):
+        least, most = _harms(table, outcome)
+        if least > 0:
+            mean, interval = _difference(outcome, metric)
             yield f"{_name(outcome)} differs by {mean} {unit}, {interval}."
-        elif worst is not None and worst > 0:
-            possible.append(f"{form.format(worst)} with {_first_name(outcome)}")
+        elif most > 0:
+            possible.append(f"{form.format(most)} with {_first_name(outcome)}")
     if possible:
         what = "a test loss higher by" if metric == "loss" else "a loss in points of"
         yield f"intervals that hold zero allow for {what} {', '.join(possible)}."
@@ -234,19 +234,13 @@ def _losses(table: Summary) -> Iterator[str]:
         yield f"`{row['method']}`, seed {row['seed']}, failed: {row['error']}"
 
 
-def _worst(table: Summary, outcome: Outcome) -> float | None:
-    """The largest harm that the interval does not exclude, as a positive number."""
+def _harms(table: Summary, outcome: Outcome) -> tuple[float, float]:
+    """The interval of the difference, least harm first: positive is worse, whatever the metric. Zeros without one."""
     difference = outcome.difference
     if difference is None or difference.low is None or difference.high is None:
-        return None
-    return difference.high if table.experiment.metric == "loss" else -difference.low
-
-
-def _is_worse(table: Summary, outcome: Outcome) -> bool:
-    difference = outcome.difference
-    if difference is None or difference.low is None or difference.high is None:
-        return False
-    return difference.low > 0 if table.experiment.metric == "loss" else difference.high < 0
+        return 0.0, 0.0
+    low, high = difference.low, difference.high
+    return (low, high) if table.experiment.metric == "loss" else (-high, -low)
 
 
 def _peaks(table: Summary) -> Iterator[str]:

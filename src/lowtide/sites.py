@@ -118,6 +118,11 @@ class Memo:
     leapt: int = 0  # the save after which that happened last, 0: a model that fits has come since
 
     @property
+    def is_complete(self) -> bool:
+        """Whether earlier saves have left all that another one needs."""
+        return self.plan is not None and not self.regrid and self.rate > 0
+
+    @property
     def has_drifted(self) -> bool:
         """Whether payloads have become larger or smaller since the model was made: another may serve better."""
         return self.saves <= _EARLY or not self.usual or abs(self.rate - self.usual) > _DRIFT * self.usual
@@ -153,9 +158,7 @@ class Sites:
     def known(self, x: Tensor, source: BoundSource, site: Site, need: Need) -> Memo | None:
         """The same if earlier saves have left all that another one needs, under this very bound."""
         memo = self._memos.get(_key(x, site, need))
-        if memo is None or memo.plan is None or memo.regrid or not memo.rate or memo.source != source:
-            return None
-        return memo
+        return memo if memo is not None and memo.is_complete and memo.source == source else None
 
     def as_known(self, memo: Memo, x: Tensor, codec: Any, need: Need) -> tuple[Bound, Any]:
         """Bound and plan for another save of which nothing is to be learnt; only bounds of rows are measured."""

@@ -18,6 +18,7 @@ from lowtide.app.shared.variants import Variant
 from lowtide.app.shared.workload import Task
 from lowtide.codecs.sz import Sz
 from lowtide.errors import UnknownNameError
+from lowtide.session import Session
 
 
 def test_methods_side_by_side(bench_step, read_rows, capsys, monkeypatch, tmp_path):
@@ -226,6 +227,16 @@ def test_a_graph_takes_the_place_of_a_step_for_a_while(monkeypatch):
     assert asked == [4, 12], "as late as it may be"
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_what_runs_beside_a_step_is_handed_on_to_its_graph(monkeypatch, beside):
+    task = Task(workload.find_workload("alexnet", {}, tiny=True), "fp32", batch=2, device=torch.device("cpu"))
+    asked = []
+    monkeypatch.setattr(Session, "graph", lambda session, step, **options: asked.append(options) or step)
+    with Variant.parse(f"bold:blocks(graph=true,beside={str(beside).lower()})").attached(task, seed=0, warm=24):
+        task.step()
+    assert asked == [{"warmup": 12, "beside": beside}]
+
+
 @dataclasses.dataclass
 class Cuda:
     """What torch.cuda would say of a step that keeps 100 bytes and needs 150 at most, over 1000 static ones."""
@@ -274,29 +285,37 @@ def test_memory_is_counted_above_the_static_state(cuda):
 
 
 class FakeGraph:
-    """Of 700 bytes; which of its next steps are replays is given. A last replay may let go of the graph."""
+    """Of 700 bytes; what its next steps are is given. A capture ends with a replay, and makes the pool that a replay,
+    a recapture and an eager step beside it find."""
 
-    def __init__(self, *are_replays):
-        self.replays, self.nbytes, self.are_replays = 0, 0 if not are_replays[0] else 700, list(are_replays)
+    def __init__(self, *steps):
+        self.replays, self.captures, self.steps = 0, 0, list(steps)
 
     def step(self, cuda):
-        cuda.peak = cuda.current + 30
-        if self.are_replays.pop(0):
-            self.replays += 1
-        self.nbytes = 700 if self.are_replays and self.are_replays[0] else 0
+        step = self.steps.pop(0)
+        cuda.peak = cuda.current + (30 if step == "replay" else 9000)
+        self.replays += step not in ("eager", "beside")
+        self.captures += "capture" in step
+
+    @property
+    def nbytes(self):
+        return 700 if self.steps and self.steps[0] in ("replay", "recapture", "beside") else 0
 
 
-@pytest.mark.parametrize("are_replays", [(True, True), (True, False), (False, False, True)])
-def test_the_peak_of_a_graph_is_its_own_bytes_and_what_lies_beside_it(cuda, monkeypatch, are_replays):
-    graph = FakeGraph(*are_replays)
+@pytest.mark.parametrize(
+    "steps", ["replay replay", "replay eager", "eager eager capture replay", "capture beside beside recapture replay"]
+)
+def test_the_peak_of_a_graph_is_its_own_bytes_and_what_lies_beside_it(cuda, monkeypatch, steps):
+    """In a step that is a replay and nothing else; its last one may let go of the graph."""
+    graph = FakeGraph(*steps.split())
     monkeypatch.setattr(FakeTask, "step", lambda self: graph.step(cuda))
     assert meters.measure_graph(FakeTask(cuda), graph, None) == {"peak": 730}
 
 
 def test_steps_that_are_never_replayed_have_no_peak(cuda, monkeypatch):
-    graph = FakeGraph(*[False] * 100)
+    graph = FakeGraph(*["eager"] * 100)
     monkeypatch.setattr(FakeTask, "step", lambda self: graph.step(cuda))
-    assert meters.measure_graph(FakeTask(cuda), graph, None) == {} and len(graph.are_replays) == 100 - 16
+    assert meters.measure_graph(FakeTask(cuda), graph, None) == {} and len(graph.steps) == 100 - 16
 
 
 def test_a_wait_is_reported_and_the_mode_taken_back(cuda):

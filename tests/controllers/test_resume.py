@@ -103,6 +103,7 @@ def test_kill_9_in_the_middle_of_an_epoch(tmp_path):
     assert [run.wait() for run in runs] == [0, 0]
     expected, found = read(tmp_path / "plain"), read(tmp_path / "killed")
     assert [found[number] for number in range(steps)] == [expected[number] for number in range(steps)]
+    assert sum(line.startswith("[0,") for line in file.read_text().splitlines()) == 1, "it went on, not from the start"
 
 
 def test_the_window_of_comet_is_part_of_its_state():

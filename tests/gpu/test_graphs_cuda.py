@@ -59,6 +59,15 @@ class Run:
         assert bool(loss.isfinite())
         return [item.grad.clone() for item in self.model.parameters() if item.grad is not None]
 
+    def train(self, step: Callable[..., Tensor], optimizer: torch.optim.Optimizer, *, steps: int) -> Tensor:
+        """On four batches, over and over; gives the last loss."""
+        batches = [self.batch() for _ in range(4)]
+        for number in range(steps):
+            optimizer.zero_grad()
+            loss = step(*batches[number % 4])
+            optimizer.step()
+        return loss
+
 
 def distance(some: list[Tensor], others: list[Tensor]) -> float:
     error = sum(float((one - other).double().square().sum()) for one, other in zip(some, others, strict=True))
@@ -146,7 +155,7 @@ def test_beside_the_step_gradients_are_the_same(coder: str, name: str, bf16: boo
     steps = [tide.graph(run.step, warmup=WARMUP, refresh=64, beside=beside) for beside in (False, True)]
     for step in steps:
         warm_up(run, step)
-    assert steps[1]._order, "backward has been listened to"
+    assert steps[0]._aside is None and steps[1]._aside is not None and steps[1]._order
     for _ in range(12):
         x, y = run.batch()
         alone, again, beside = (run.gradients(step, x, y) for step in (steps[0], steps[0], steps[1]))
@@ -300,11 +309,7 @@ def test_a_model_trains_as_well_as_eagerly(method: str) -> None:
         optimizer = torch.optim.SGD(run.model.parameters(), 0.02, momentum=0.9)
         tide = run.attach(method, optimizer=optimizer)
         step: Any = tide.graph(run.step, warmup=WARMUP, refresh=16) if is_graphed else run.step
-        batches = [run.batch() for _ in range(4)]
-        for number in range(80):
-            optimizer.zero_grad()
-            loss = step(*batches[number % 4])
-            optimizer.step()
+        loss = run.train(step, optimizer, steps=80)
         results.append(float(loss.detach()))
         assert loss.requires_grad is not is_graphed, "what a graph returns is detached"
         tide.detach()

@@ -79,12 +79,7 @@ def test_training_goes_on_as_eagerly(name: str, recaptures: bool, monkeypatch: p
         optimizer = torch.optim.SGD(run.model.parameters(), 0.02, momentum=0.9)
         tide = run.attach("fixed", optimizer=optimizer)
         step: Any = tide.graph(run.step, warmup=WARMUP, refresh=8) if is_graphed else run.step
-        batches = [run.batch() for _ in range(4)]
-        for number in range(100):
-            optimizer.zero_grad()
-            loss = step(*batches[number % 4])
-            optimizer.step()
-        results.append(float(loss.detach()))
+        results.append(float(run.train(step, optimizer, steps=100).detach()))
         if is_graphed:
             print(step.describe())
             assert step.captures >= 6 if recaptures else step.renewals >= 2

@@ -32,7 +32,7 @@ class FakeAside:
     """Beside the step means right away."""
 
     def __init__(self) -> None:
-        self.joins = 0
+        self.joins = self.failures = 0
 
     def begin(self) -> int:
         return 0
@@ -42,6 +42,9 @@ class FakeAside:
 
     def join(self) -> None:
         self.joins += 1
+
+    def forget(self) -> None:
+        self.failures += 1
 
 
 class FakeMachine:

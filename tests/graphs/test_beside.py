@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from lowtide.graphs.beside import Ahead, Listener
+from lowtide.graphs.beside import Ahead, Ask, Listener
 from lowtide.ledger import Ledger
 from lowtide.payloads import Payload
 from lowtide.records import Encoded, TensorSpec
@@ -21,6 +23,7 @@ class Log:
     def __init__(self) -> None:
         self.notes: list[str] = []
         self.held: list[Tensor] = []
+        self.written: list[weakref.ref[Tensor]] = []  # all that was ever held
 
     def begin(self) -> int:
         self.join()
@@ -29,6 +32,7 @@ class Log:
 
     def hold(self, *tensors: Tensor) -> None:
         self.held += tensors
+        self.written += map(weakref.ref, tensors)
 
     def join(self) -> None:
         if self.held:
@@ -80,11 +84,19 @@ def make(log: Log, count: int, *, without: tuple[int, ...] = (), gives_both: boo
     return [Payload(codec, held, ledger, None) for codec in codecs]
 
 
-def ask(payloads: list[Payload], *asks: tuple[int, bool]) -> list[float]:
+def decoded_ahead(order: Sequence[Ask], log: Log, count: int, **options: Any) -> tuple[list[Payload], Ahead]:
+    """Payloads of a graph whose rehearsal asked in this order."""
+    payloads, ahead = make(log, count, **options), Ahead(order, log)
+    for payload in payloads:
+        ahead.enlist(payload)
+    return payloads, ahead
+
+
+def ask(payloads: list[Payload], *asks: Ask) -> list[float]:
     return [float(payloads[n].nonzero() if mask else payloads[n].decode("site")) for n, mask in asks]
 
 
-def rehearse(*asks: tuple[int, bool]) -> list[tuple[int, bool]]:
+def rehearse(*asks: Ask) -> list[Ask]:
     listener, payloads = Listener(), make(Log(), 4)
     for payload in payloads:
         listener.enlist(payload)
@@ -101,9 +113,7 @@ def test_a_rehearsal_tells_the_order() -> None:
 
 def test_every_tensor_but_the_first_is_decoded_ahead() -> None:
     log = Log()
-    payloads, ahead = make(log, 4, gives_both=False), Ahead(rehearse(*ORDER), log)
-    for payload in payloads:
-        ahead.enlist(payload)
+    payloads, ahead = decoded_ahead(rehearse(*ORDER), log, 4, gives_both=False)
     assert ask(payloads, (3, False)) == [3]
     assert log.notes == ["decode 3", "begin", "decode 2"], "the next one is begun before the first is used"
     log.notes.clear()
@@ -118,9 +128,7 @@ def test_every_tensor_but_the_first_is_decoded_ahead() -> None:
 
 def test_values_bring_the_mask_that_is_asked_for_next() -> None:
     log = Log()
-    payloads, ahead = make(log, 4), Ahead(rehearse(*ORDER), log)
-    for payload in payloads:
-        ahead.enlist(payload)
+    payloads, ahead = decoded_ahead(rehearse(*ORDER), log, 4)
     assert ask(payloads, *ORDER) == [3, 2, -2, 1, 2, 0]
     assert log.notes == [
         "decode 3", *("begin", "both 2"), *("join", "begin", "decode 1"), "join", *("begin", "decode 2"),
@@ -132,22 +140,28 @@ def test_values_bring_the_mask_that_is_asked_for_next() -> None:
 
 def test_whoever_asks_in_another_order_gets_what_was_asked_for() -> None:
     log = Log()
-    payloads, ahead = make(log, 4), Ahead(rehearse(*ORDER), log)
-    for payload in payloads:
-        ahead.enlist(payload)
+    payloads, ahead = decoded_ahead(rehearse(*ORDER), log, 4)
     asks = [(0, False), (3, False), (1, False), (3, True), (2, True), (1, False), (0, True)]
     assert ask(payloads, *asks) == [-number if mask else number for number, mask in asks]
     ahead.finish()
     assert not log.held
 
 
+@pytest.mark.parametrize("other", [(0, False), (3, True)], ids=["the last one", "one that nobody rehearsed"])
+def test_what_nobody_came_for_is_let_go(other: Ask) -> None:
+    """Or a tensor that was decoded for nothing would stay in the graph's memory until the step ends."""
+    log = Log()
+    payloads, ahead = decoded_ahead(rehearse(*ORDER), log, 4)
+    ask(payloads, (3, False))
+    assert len(log.written) == 2 and all(tensor() is not None for tensor in log.written)
+    ask(payloads, other)
+    assert all(tensor() is None for tensor in log.written)
+    ahead.finish()
+
+
 def test_payloads_that_are_gone_or_were_never_there_are_not_decoded_ahead() -> None:
     log = Log()
-    payloads = make(log, 3)  # one fewer than in the rehearsal
-    ahead = Ahead([(2, False), (1, False), (3, False), (0, False)], log)
-    for payload in payloads:
-        ahead.enlist(payload)
-    del payload
+    payloads, _ = decoded_ahead([(2, False), (1, False), (3, False), (0, False)], log, 3)  # one fewer than rehearsed
     gone = payloads.pop(1)
     del gone
     assert float(payloads[1].decode("site")) == 2 and log.notes == ["decode 2"]
@@ -156,18 +170,14 @@ def test_payloads_that_are_gone_or_were_never_there_are_not_decoded_ahead() -> N
 
 def test_codecs_that_cannot_are_left_to_the_step() -> None:
     log = Log()
-    payloads = make(log, 3, without=(1,))
-    ahead = Ahead([(2, False), (1, False), (0, False)], log)
-    for payload in payloads:
-        ahead.enlist(payload)
+    payloads, _ = decoded_ahead([(2, False), (1, False), (0, False)], log, 3, without=(1,))
     assert ask(payloads, (2, False), (1, False), (0, False)) == [2, 1, 0]
     assert log.notes == ["decode 2", "decode 1", "begin", "decode 0", "join"]
 
 
 @pytest.mark.parametrize("order", [[], [(0, False)]])
-def test_a_step_that_asks_for_next_to_nothing(order: list[tuple[int, bool]]) -> None:
+def test_a_step_that_asks_for_next_to_nothing(order: list[Ask]) -> None:
     log = Log()
-    payloads, ahead = make(log, 1), Ahead(order, log)
-    ahead.enlist(payloads[0])
+    payloads, ahead = decoded_ahead(order, log, 1)
     assert ask(payloads, (0, False), (0, False)) == [0, 0] and "begin" not in log.notes
     ahead.finish()

@@ -95,9 +95,25 @@ def test_decoding_ahead_follows_the_order_of_the_rehearsal() -> None:
     order = list(net.step._order)
     assert order and len({number for number, _ in order}) > 1, "the rehearsal has been listened to"
     assert order[0][0] > order[-1][0], "backward begins with what was saved last"
-    net.train(8)
-    assert net.step.replays and len(net.machine.besides) == 1 and net.machine.besides[0].joins > len(order)
+    net.train(1)
+    (beside,) = net.machine.besides
+    assert net.step.replays == 1
+    assert beside.joins > 2, "for payloads, not only at the ends of the capture and of the replay"
     assert not Net().machine.besides
+
+
+def test_what_ran_beside_a_capture_that_failed_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = Net(beside=True)
+    net.train(4)
+    (beside,) = net.machine.besides
+    capture = net.machine.capture
+    monkeypatch.setattr(net.machine, "capture", lambda body, before: pytest.fail("broken", pytrace=False))
+    with pytest.raises(pytest.fail.Exception, match="broken"):
+        net.step(torch.randn(16, 6), torch.randn(16, 4))
+    assert beside.failures == 1
+    monkeypatch.setattr(net.machine, "capture", capture)
+    net.train(1)
+    assert (net.step.captures, beside.failures) == (1, 1)
 
 
 def test_eager_steps_and_replays_leave_the_same():

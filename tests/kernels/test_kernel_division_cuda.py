@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from division_cases import BITS, DTYPES, Case, check, make_cases, make_tile_cases
-from guarded import Guarded
 from replay_cases import check as check_replays
 from replay_cases import make_cases as make_replay_cases
 from same_payload import assert_same_values
@@ -44,16 +43,11 @@ class Plain:
 
 
 @pytest.fixture(autouse=True)
-def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    shim = Guarded()
-    monkeypatch.setattr(_division_cuda, "_function", _emulated)
-    monkeypatch.setattr(_division_cuda, "current_stream", lambda device: 0)
+def _on_the_cpu(monkeypatch: pytest.MonkeyPatch, emulate: Callable[..., Any]) -> None:
+    guarded = emulate(_division_cuda, _emulated)
+    monkeypatch.setattr(codec_module, "torch", guarded)  # makes room for payloads
     monkeypatch.setattr(_division_cuda, "DivisionKernel", Plain)
-    monkeypatch.setattr(_division_cuda, "torch", shim)
-    monkeypatch.setattr(codec_module, "torch", shim)  # makes room for payloads
     monkeypatch.setattr(Plain, "given", 0)
-    yield
-    shim.check()
 
 
 @functools.cache

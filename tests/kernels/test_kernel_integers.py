@@ -6,14 +6,13 @@ And compiled by NVRTC for three generations of GPUs: what is spilled.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from guarded import Guarded
 from integer_cases import CODECS, DTYPES, OTHERS, Case, check, make_cases
 from machine_code import requires_nvrtc, usage
 from same_payload import assert_same_values
@@ -47,14 +46,9 @@ KERNELS = [
 
 
 @pytest.fixture(autouse=True)
-def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    shim = Guarded()
+def _on_the_cpu(emulate: Callable[..., Any]) -> None:
     for module in MODULES:
-        monkeypatch.setattr(module, "_function", functools.partial(_emulated, module.PROGRAM))
-        monkeypatch.setattr(module, "current_stream", lambda device: 0)
-        monkeypatch.setattr(module, "torch", shim)
-    yield
-    shim.check()
+        emulate(module, functools.partial(_emulated, module.PROGRAM))
 
 
 def _emulated(program: _nvrtc.Program, kernel: str, device: int) -> Any:

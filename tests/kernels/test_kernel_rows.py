@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from guarded import Guarded
 from machine_code import requires_nvrtc, usage
 from row_cases import ROW, SAMPLE_CHANNEL, STD, Rows, check_rows, make_rows
 from same_payload import bits
@@ -32,13 +31,8 @@ def emulated(dtype: str, lanes: int, device: int) -> EmulatedFunction:
 
 
 @pytest.fixture(autouse=True)
-def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    shim = Guarded()
-    monkeypatch.setattr(_rows, "_function", emulated)
-    monkeypatch.setattr(_rows, "current_stream", lambda device: 0)
-    monkeypatch.setattr(_rows, "torch", shim)
-    yield
-    shim.check()
+def _on_the_cpu(emulate: Callable[..., Any]) -> None:
+    emulate(_rows, emulated)
 
 
 @requires_compiler

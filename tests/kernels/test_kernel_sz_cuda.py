@@ -5,8 +5,9 @@ escapes may stand in any order, each reads what the other wrote and finds the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -36,18 +37,9 @@ def emulated(
 
 
 @pytest.fixture(autouse=True)
-def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_sz_cuda, "_function", emulated)
-    monkeypatch.setattr(_sz_cuda, "current_stream", lambda device: 0)
+def guarded(monkeypatch: pytest.MonkeyPatch, emulate: Callable[..., Any]) -> Any:
     monkeypatch.setattr(_sz_cuda, "_processors", lambda device: 1)
-
-
-@pytest.fixture(autouse=True)
-def guarded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Guarded]:
-    shim = Guarded()
-    monkeypatch.setattr(_sz_cuda, "torch", shim)
-    yield shim
-    shim.check()
+    return emulate(_sz_cuda, emulated)
 
 
 def raw_chunks(encoded: Encoded) -> list[int]:
@@ -94,11 +86,13 @@ def check(x: Tensor, codec: Sz, plan: Plan, *, seed: int = 3, masked: bool = Fal
 class Beside:
     """Where kernels run beside a step: here, right away."""
 
+    stream = 7
+
     def __init__(self) -> None:
         self.held: list[Tensor] = []
 
     def begin(self) -> int:
-        return 0
+        return self.stream
 
     def hold(self, *tensors: Tensor) -> None:
         self.held += tensors

@@ -4,13 +4,14 @@ launches that are repeated with the same arguments."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from guarded import Guarded
 from same_payload import assert_same_values
-from simt import requires_compiler
+from simt import EmulatedFunction, requires_compiler
 from test_kernel_sz_cuda import Beside, emulated
 from torch import Tensor
 
@@ -26,14 +27,9 @@ TICKETS: list[Tensor] = []  # kept, because a launch that is repeated writes to 
 
 
 @pytest.fixture(autouse=True)
-def guarded(monkeypatch: pytest.MonkeyPatch) -> Any:
-    shim = Guarded()
-    monkeypatch.setattr(_sz_cuda, "torch", shim)
-    monkeypatch.setattr(_sz_cuda, "_function", emulated)
-    monkeypatch.setattr(_sz_cuda, "current_stream", lambda device: 0)
+def guarded(monkeypatch: pytest.MonkeyPatch, emulate: Callable[..., Any]) -> Any:
     monkeypatch.setattr(_sz_cuda, "_processors", lambda device: 1)
-    yield shim
-    shim.check()
+    return emulate(_sz_cuda, emulated)
 
 
 def make(coder: str, dtype: torch.dtype = torch.float32, count: int = 12 * 4096 + 77) -> tuple[SzCuda, Tensor, Plan]:
@@ -116,7 +112,12 @@ def test_what_did_not_fit_is_nan_and_the_rest_is_right(coder: str, guarded: Guar
 
 @requires_compiler
 @pytest.mark.parametrize("coder", ["blocks", "rans"])
-def test_beside_a_step_all_that_a_launch_touches_is_held(coder: str) -> None:
+def test_beside_a_step_all_that_a_launch_touches_is_held(coder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams: list[int] = []
+    launch = EmulatedFunction.launch
+    monkeypatch.setattr(
+        EmulatedFunction, "launch", lambda self, *arguments: streams.append(arguments[-1]) or launch(self, *arguments)
+    )
     twin, x, plan = make(coder)
     beside = Beside()
     replay = Replay(Cell(CPU), beside)
@@ -130,6 +131,7 @@ def test_beside_a_step_all_that_a_launch_touches_is_held(coder: str) -> None:
     assert_same_values(decoded, expected, "decoded beside the step")
     held = {tensor.data_ptr() for tensor in beside.held}
     assert {decoded.data_ptr(), *(part.data_ptr() for part in encoded.tensors.values())} <= held
+    assert streams == [beside.stream, 0, 0, beside.stream], "what is compared with it runs in the step"
 
 
 @requires_compiler

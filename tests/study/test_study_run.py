@@ -155,7 +155,9 @@ def test_a_kill_loses_no_row_and_a_stopped_run_is_continued(table):
     first.wait()
     kept = _rows()
     assert kept and all(row["accuracy"] for row in kept)
-    while any(map(_is_alive, runs)):  # they find nobody to talk to and end
+    deadline = time.monotonic() + 300
+    while any(map(_is_alive, runs)):
+        assert time.monotonic() < deadline, "with nobody to talk to, runs end"
         time.sleep(0.05)
 
     second = subprocess.run([*command, "--minutes", "0.15"], capture_output=True, text=True, timeout=900)

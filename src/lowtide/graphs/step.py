@@ -216,8 +216,13 @@ class GraphStep:
             recording.finish()
             return output
 
-        with self._recorder.recorded(recording), self._gradients.captured(), self._buffers.captured():
-            self._graph, self._output = self._machine.capture(body, self._before)
+        try:
+            with self._recorder.recorded(recording), self._gradients.captured(), self._buffers.captured():
+                self._graph, self._output = self._machine.capture(body, self._before)
+        except BaseException:
+            if self._aside is not None:
+                self._aside.forget()
+            raise
         self._before = None
         _forget_casts()
         self._recording = recording

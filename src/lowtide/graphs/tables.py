@@ -24,7 +24,7 @@ class Tables:
     """Made before a graph is captured, of all that sites have learnt so far."""
 
     def __init__(self, memos: Iterable[Memo]) -> None:
-        self._plans = {id(memo): (memo, _copy(memo.plan)) for memo in memos if _is_known(memo)}
+        self._plans = {id(memo): (memo, _copy(memo.plan)) for memo in memos if memo.is_complete}
         self._used: dict[int, tuple[Memo, Plan]] = {}
 
     def plan(self, memo: Memo, plan: Plan) -> Plan:
@@ -35,7 +35,7 @@ class Tables:
 
     def renew(self, memos: Iterable[Memo]) -> bool:
         """Write what sites know now; False, and nothing is written, where the graph has no place for it."""
-        known = {id(memo) for memo in memos if _is_known(memo)}
+        known = {id(memo) for memo in memos if memo.is_complete}
         if not self._used.keys() <= known <= self._plans.keys():  # forgotten, or not known when it was captured
             return False
         if not all(_is_alike(own, memo.plan) for memo, own in self._used.values()):
@@ -49,11 +49,6 @@ class Tables:
         for targets, sources in alike.values():  # one launch takes tables of one dtype
             torch._foreach_copy_(targets, sources)
         return True
-
-
-def _is_known(memo: Memo) -> bool:
-    """Whether a graph that is captured now would have payloads of it: as ``Sites.known``."""
-    return memo.plan is not None and not memo.regrid and bool(memo.rate)
 
 
 def _is_alike(captured: Plan, new: Plan) -> bool:

@@ -23,6 +23,8 @@ class Aside(Protocol):
 
     def join(self) -> None: ...
 
+    def forget(self) -> None: ...
+
 
 class Stream:
     """Work is begun one piece at a time: the next one begins when the step has waited for the last."""
@@ -47,9 +49,13 @@ class Stream:
         if not self._held:
             return
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        if any(tensor._version != version for tensor, version in self._held):
+        held, self._held = self._held, []
+        if any(tensor._version != version for tensor, version in held):
             raise GraphError(
                 "a tensor was changed in place right after it had been saved for backward, while it was being encoded. "
                 "Plain training refuses that in backward; in a CUDA graph use beside=False"
             )
-        self._held.clear()
+
+    def forget(self) -> None:
+        """The capture has failed: what was launched will never run, and nobody can wait for it."""
+        self._held = []

@@ -361,7 +361,7 @@ __global__ void __launch_bounds__(256, 5) blocks_decode(const Args a) {
     }
     u32 nibble = a.headers[(u64)chunk * 16 + lane / 2] >> (4 * (lane & 1)) & 15;
     if (__shfl_sync(~0u, nibble, 0) == 8) {
-      read_raw<T, MASK, false>(a, start, base, valid, lane);
+      read_raw<T, GIVE, false>(a, start, base, valid, lane);
       continue;
     }
     u32 width = width_of(nibble & 7), planes = width + (nibble >> 3);
@@ -383,7 +383,7 @@ __global__ void __launch_bounds__(256, 5) blocks_decode(const Args a) {
     u32 escapes = (after - base - total) / Type<T>::escape;
     if (escapes) {
       __syncwarp();
-      read_escapes<T, MASK>(a, start, a.words + base + total, escapes, lane);
+      read_escapes<T, GIVE>(a, start, a.words + base + total, escapes, lane);
     }
   }
 }

@@ -61,7 +61,7 @@ __device__ u32 place_of(const Args& a, Places& places, int warp, int lane) {
       u64 after = (u64)(before + places.total);
       if (ticket) state[ticket] = tag | 2ull << 32 | after;
       places.base = before;
-      if (ticket == gridDim.x - 1) {  // every block has its ticket by now, and the slots it wanted
+      if (ticket == gridDim.x - 1) {  // every block has its ticket by now
         *(volatile u64*)a.work = 0;
         if (a.status) *(volatile long long*)a.status = (long long)after;
       }

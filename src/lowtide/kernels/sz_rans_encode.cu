@@ -200,7 +200,7 @@ __device__ __forceinline__ void encode_chunk(
     const Args& a, u64 start, const uint4* table, const float* staged, Staged& out, int lane) {
   constexpr int N = 4 * ROWS, S = N / V;
   constexpr bool LIMITS = LIMITED<T, V, ENTRY>;
-  const uint2* limits = (const uint2*)(staged + 2 * staged_channels<ENTRY, ROWS>(a));
+  const uint2* limits = (const uint2*)(staged + staged_words<ENTRY, ROWS>(a));
   const u32 below = (1u << lane) - 1, begin = address_of(out.stream), symbols = kept(address_of(table));
   const u32 full = kept(begin + 2 * a.stage - 64 * S);
   const Scales<ENTRY> scales = {a, a.origin};

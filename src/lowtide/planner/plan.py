@@ -126,12 +126,11 @@ class Planner:
         seen = [(choices, trial.measure(choices)) for choices in mixtures]
         compressed, again = (measured for _, measured in seen[:2])
         ways = _ways(compressed, again, plain_ms, forward_ms, link_ms(device_of(model)))
-        planner = cls(trial, ways, {block: {} for block in ways}, 0, overlap_ms, plain_ms, seen)
+        planner = cls(trial, ways, {block: {} for block in ways}, compressed.outside, overlap_ms, plain_ms, seen)
         for choices, measured in seen:
             planner._learn_held(choices, measured)
         for pairs in planner.beside.values():  # behind what no longer lies on the device, as behind what is compressed
             pairs |= {(away, KEEP): pairs.get((COMPRESS, KEEP), 0) for away in (OFFLOAD, BOTH)}
-        planner.outside = compressed.outside
         return planner
 
     def plan(self, budget: int | str) -> Plan:

@@ -74,14 +74,14 @@ def measure_graph(task: Task, graph: GraphStep, session: Session | None) -> dict
         raw, held = sum(entry.raw_nbytes for entry in sites), sum(entry.held_nbytes for entry in sites)
         row |= {"ledger_raw": raw, "ledger_held": held, "saves": sum(entry.saves for entry in sites)}
     for _ in range(_MOST_TRIES if task.device.type == "cuda" else 0):
-        nbytes, replays = graph.nbytes, graph.replays
+        nbytes, replays, captures = graph.nbytes, graph.replays, graph.captures
         task.optimizer.zero_grad(set_to_none=True)
         timing.synchronize(task.device)
         torch.cuda.reset_peak_memory_stats(task.device)
         before = _read_allocator(task, "current")
         task.step()
         timing.synchronize(task.device)
-        if nbytes and graph.replays > replays:
+        if nbytes and graph.replays > replays and graph.captures == captures:  # a capture has tensors of its own
             return row | {"peak": _read_allocator(task, "peak")[0] - before[0] + nbytes}
     return row
 

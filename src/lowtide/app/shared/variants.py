@@ -78,7 +78,7 @@ class Variant:
         A graph is captured before ``warm`` steps have gone by: as late as the defaults of ``Session.graph`` if it can
         be, since in its first steps a net changes fast.
         """
-        make: Any = None
+        make: Callable[..., GraphStep] | None = None
         warmup = max(3, min(12, warm - 4))
         if not self.method:
             if self.is_graphed and not check:
