@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lowtide.codecs import Codec
+from lowtide.kernels._nvrtc import current_stream
 from lowtide.kernels._tickets import Ticket
 from lowtide.ledger import Lease, Ledger
 from lowtide.records import Encoded
@@ -32,12 +33,12 @@ class Decoder(Protocol):
 class Payload:
     """One encoded tensor in a store's keeping, with its lease in the ledger; shared by every save of that tensor.
 
-    ``decoder``: who decodes it, if not the payload itself.
+    ``decoder``: who decodes it, if not the payload itself. ``masks``: how many saves will ask for its mask.
     """
 
     __slots__ = (
-        *("__weakref__", "_held", "_lease", "_ledger", "_waiting", "_witness"),
-        *("codec", "decoder", "keeps_zeros", "pending"),
+        *("__weakref__", "_held", "_lease", "_ledger", "_lent", "_waiting", "_witness"),
+        *("codec", "decoder", "keeps_zeros", "masks", "pending"),
     )
 
     def __init__(
@@ -47,6 +48,8 @@ class Payload:
         self.keeps_zeros = getattr(codec, "keep_zeros", False)
         self.pending: Pending | None = None
         self.decoder: Decoder | None = None
+        self.masks = 0
+        self._lent: tuple[int, Tensor] | None = None
         self._ledger = ledger
         self._witness, self._waiting = witness, waiting
         self.hold(held)
@@ -56,7 +59,10 @@ class Payload:
         self._lease = Lease(self._ledger, "held", held.nbytes)
 
     def decode(self, site: str) -> Tensor:
-        tensor = self.restore(mask=False) if self.decoder is None else self.decoder.decode(self, mask=False)
+        if self.decoder is not None:
+            tensor = self.decoder.decode(self, mask=False)
+        else:
+            tensor = self._restore_both() if self.masks else self.restore(mask=False)
         if self._waiting is not None and tensor.nbytes >= _WATCHED:
             self._waiting.watch(tensor)
         if self._witness is not None:
@@ -64,7 +70,28 @@ class Payload:
         return tensor
 
     def nonzero(self) -> Tensor:
-        return self.restore(mask=True) if self.decoder is None else self.decoder.decode(self, mask=True)
+        if self.decoder is not None:
+            return self.decoder.decode(self, mask=True)
+        self.masks -= 1
+        lent, self._lent = self._lent, None
+        if lent is not None and lent[0] == stream_of(lent[1].device):
+            return lent[1]
+        return self.restore(mask=True)
+
+    def _restore_both(self) -> Tensor:
+        """Values, and by the same launch the mask: ReLU asks for it right after the layer that reads what it made.
+
+        It takes room for the while between; so not where the tensor is among the largest, which are where the peak is.
+        """
+        encoded = self.fetch()
+        codec, nbytes = self.codec, encoded.spec.numel * encoded.spec.dtype.itemsize
+        if hasattr(codec, "decode_both") and self._waiting is not None and self._waiting.is_small(nbytes):
+            both = codec.decode_both(encoded)
+            if both is not None:
+                tensor: Tensor = both[0]
+                self._lent = stream_of(tensor.device), both[1]
+                return tensor
+        return self.restore(mask=False)
 
     def restore(self, *, mask: bool) -> Tensor:
         """The tensor, or where it is not zero."""
@@ -176,9 +203,13 @@ class Waiting:
         if 2 * tensor.nbytes >= max(self._largest, self._growing):
             self._rising = max(self._rising, _allocated(tensor.device))
 
+    def is_small(self, nbytes: int) -> bool:
+        """Whether a tensor is half as large, at most, as the largest one decoded in the last step."""
+        return 2 * nbytes <= self._largest
+
     def end_step(self) -> None:
         self._high, self._rising = self._rising, 0
-        self._largest, self._growing = self._growing, 0
+        self._largest, self._growing = self._growing or self._largest, 0  # a replay tells nothing
 
     def let_go(self) -> None:
         """Let go of the tensors whose encoders have reported; does not wait."""
@@ -200,6 +231,11 @@ class Waiting:
         oldest = self._queue.popleft()
         self._nbytes -= oldest.nbytes
         oldest.settle()
+
+
+def stream_of(device: torch.device) -> int:
+    """The one that is current, as a number."""
+    return current_stream(device.index) if device.type == "cuda" else 0
 
 
 def in_use(device: torch.device) -> tuple[int, float]:

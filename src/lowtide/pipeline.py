@@ -20,9 +20,8 @@ from lowtide.coding import dither, layout
 from lowtide.errors import PayloadError
 from lowtide.graphs.recording import Recording
 from lowtide.kernels import _tickets
-from lowtide.kernels._nvrtc import current_stream
 from lowtide.ledger import Ledger
-from lowtide.payloads import Payload, Pending, Waiting
+from lowtide.payloads import Payload, Pending, Waiting, stream_of
 from lowtide.policies.rules import Decision, Policy
 from lowtide.records import Kind, Membership, Need, Site, TensorSpec
 from lowtide.sites import Memo, Sites
@@ -61,12 +60,12 @@ class Coded:
 
     def lend(self, tensor: Tensor) -> None:
         """It has been decoded for somebody else: whoever asks next, on the same stream, gets it once more."""
-        self._lent = _stream(tensor.device), tensor
+        self._lent = stream_of(tensor.device), tensor
 
     def restore(self, handle: Handle) -> Tensor:
         spec = handle.spec
         lent, self._lent = self._lent, None
-        if lent is not None and lent[0] == _stream(spec.device):
+        if lent is not None and lent[0] == stream_of(spec.device):
             return lent[1]
         with _Plainly(spec.device.type):
             tensor = self.payload.nonzero() if self._mask else self.payload.decode(handle.name)
@@ -77,10 +76,6 @@ class Coded:
         if tensor.numel() != spec.numel:
             raise _unlike(handle, tensor)
         return tensor.as_strided(spec.shape, spec.stride, 0)
-
-
-def _stream(device: torch.device) -> int:
-    return current_stream(device.index) if device.type == "cuda" else 0
 
 
 class Remade:
@@ -299,6 +294,7 @@ class Pipeline:
         if payload is None:
             self._encode(handle, entry, raw, decision, with_mask=False)
             return
+        payload.masks += 1
         self._hold(handle, payload, raw, layout.is_dense(handle.spec.shape, handle.spec.stride), mask=True)
         self._note(handle, entry, f"in {payload.codec.name}", decision.reason, "", 0)
 
@@ -370,7 +366,7 @@ class Pipeline:
             encoded = recording.encode_bounded(x, codec, site.name, seed, memo, bound, plan)
         held = store.put(encoded)
         self.coded += 1
-        payload = Payload(codec, held, self.ledger, None)
+        payload = Payload(codec, held, self.ledger, None, self._waiting)
         recording.enlist(payload)
         return payload, held.nbytes
 

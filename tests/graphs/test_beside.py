@@ -48,7 +48,7 @@ class Codec:
     def __init__(self, number: int, log: Log, *, can_be_aside: bool = True, gives_both: bool = True) -> None:
         self.number, self.log, self.gives_both = number, log, gives_both
         if can_be_aside:
-            self.decode_aside, self.decode_both_aside = self._decode_aside, self._decode_both_aside
+            self.decode_aside, self.decode_both = self._decode_aside, self._decode_both
 
     def decode(self, encoded: Encoded) -> Tensor:
         self.log.notes.append(f"decode {self.number}")
@@ -64,7 +64,7 @@ class Codec:
         aside.hold(tensor)
         return tensor
 
-    def _decode_both_aside(self, encoded: Encoded, aside: Any) -> tuple[Tensor, Tensor] | None:
+    def _decode_both(self, encoded: Encoded, aside: Any) -> tuple[Tensor, Tensor] | None:
         if not self.gives_both:
             return None
         aside.begin()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -37,13 +38,13 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Net:
-    def __init__(self, *, remake: bool = False) -> None:
-        self.model = nn.Sequential(nn.Linear(40, 64), nn.ReLU(), nn.LayerNorm(64), nn.Linear(64, 8))
+    def __init__(self, norm: nn.Module | None = None, batch: int = 80, **options: Any) -> None:
+        self.model = nn.Sequential(nn.Linear(40, 64), nn.ReLU(), norm or nn.LayerNorm(64), nn.Linear(64, 8))
         self.plain = copy.deepcopy(self.model)
-        self.tide = lowtide.attach(self.model, "fixed", linear="0.2 std", norm="0.2 std", min_size=1000, remake=remake)
+        self.tide = lowtide.attach(self.model, "fixed", linear="0.2 std", norm="0.2 std", min_size=1000, **options)
         self.pipeline = self.tide._pipeline
         self.cell, self.rooms = Cell(torch.device("cpu")), Rooms(0.125)
-        self.x = torch.randn(80, 40)
+        self.x = torch.randn(batch, 40)
 
     def run(self, model: nn.Module | None = None) -> list[torch.Tensor]:
         model = model if model is not None else self.model
@@ -99,6 +100,44 @@ def test_what_is_made_again_needs_no_room():
     assert 0 < distance(got, expected) < 0.1
     assert len(net.pipeline.sites._memos) == 1 == len(recording._gauges)
     assert recording.look() == [] and net.tide.ledger.held == 0
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_values_bring_the_mask_that_is_asked_for_next(is_recorded, monkeypatch):
+    """ReLU's mask lives in what the layer after it reads: one launch gives both.
+
+    Not where the tensor is among the largest."""
+    net, calls = Net(nn.Identity(), 1280, coder="rans").warm_up(), []
+    for name in ("decode", "nonzero", "decode_both"):
+        original = getattr(SzCuda, name)
+
+        def noted(self, *arguments, _name=name, _original=original):
+            calls.append(_name)
+            return _original(self, *arguments)
+
+        monkeypatch.setattr(SzCuda, name, noted)
+
+    def run() -> list[torch.Tensor]:
+        calls.clear()
+        return net.record()[1] if is_recorded else net.run()
+
+    waiting, expected = net.pipeline._waiting, net.run(net.plain)
+    waiting._largest = 0
+    apart = run()
+    assert calls == ["decode", "nonzero"]
+    waiting._largest = 1 << 20
+    assert 0 < distance(run(), expected) < 0.1 and 0 < distance(apart, expected) < 0.1
+    assert calls == ["decode_both"]
+    assert net.tide.ledger.held == 0
+
+
+def test_a_mask_that_came_with_its_values_is_given_once():
+    net = Net(nn.Identity(), 1280, coder="rans").warm_up()
+    net.pipeline._waiting._largest = 1 << 20
+    loss = net.model(net.x * 1).square().mean()
+    first = torch.autograd.grad(loss, list(net.model.parameters()), retain_graph=True)
+    again = torch.autograd.grad(loss, list(net.model.parameters()))
+    assert distance(list(first), list(again)) == 0
 
 
 def test_every_recording_has_other_dither(net):

@@ -75,7 +75,7 @@ def check(x: Tensor, codec: Sz, plan: Plan, *, seed: int = 3, masked: bool = Fal
     if masked and plan.zero_code:
         for payload in (got, expected):
             assert_same_values(twin.nonzero(payload), (x != 0).to(x.dtype), "nonzero")
-        both = twin.decode_both_aside(got, Beside())
+        both = twin.decode_both(got, Beside())
         assert (both is None) == (plan.model is None), "only rans gives both"
         if both is not None:
             assert_same_values(both[0], values, "values with their mask")

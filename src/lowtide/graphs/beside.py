@@ -87,7 +87,7 @@ class Ahead:
         (number, mask), encoded = ask, payload.fetch()
         codec: Any = payload.codec
         if not mask and self._coming(place + 1) == (number, True):
-            both = codec.decode_both_aside(encoded, self._aside)
+            both = codec.decode_both(encoded, self._aside)
             if both is not None:
                 self._ready[number, False], self._ready[number, True] = both
                 return

@@ -179,8 +179,8 @@ class SzCuda(SzTwin):
         """What ``decode`` or, with ``mask``, ``nonzero`` gives, written beside the step: ``aside.join`` before use."""
         return self._decode(encoded, mask=mask, aside=aside)
 
-    def decode_both_aside(self, encoded: Encoded, aside: Aside) -> tuple[Tensor, Tensor] | None:
-        """Values and mask by one launch; None where no kernel gives both."""
+    def decode_both(self, encoded: Encoded, aside: Aside | None = None) -> tuple[Tensor, Tensor] | None:
+        """Values and mask by one launch, beside the step if it is given; None where no kernel gives both."""
         hint = self._find(encoded)
         if hint is None or hint.job.headers or not encoded.meta["zero_code"]:
             return None
