@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_graphs_cuda import WARMUP, Run, distance, warm_up
+from test_graphs_cuda import WARMUP, Run, distance, patiently, warm_up
 from torch import Tensor, nn
 
 import lowtide
@@ -79,7 +79,7 @@ def test_training_goes_on_as_eagerly(name: str, recaptures: bool, monkeypatch: p
         optimizer = torch.optim.SGD(run.model.parameters(), 0.02, momentum=0.9)
         tide = run.attach("fixed", optimizer=optimizer)
         step: Any = tide.graph(run.step, warmup=WARMUP, refresh=8) if is_graphed else run.step
-        results.append(float(run.train(step, optimizer, steps=100).detach()))
+        results.append(float(run.train(patiently(tide, step), optimizer, steps=100).detach()))
         if is_graphed:
             print(step.describe())
             assert step.captures >= 6 if recaptures else step.renewals >= 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,6 +59,17 @@ class FakeCudaGraph:
         return self._pool
 
 
+class FakeGenerator:
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    def clone_state(self) -> str:
+        return "as new"
+
+    def graphsafe_set_state(self, state: str) -> None:
+        self._driver.log.append(("generator", state))
+
+
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
@@ -66,7 +78,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
         "CUDAGraph": FakeCudaGraph, "graph_pool_handle": driver.new_pool, "empty_cache": driver.empty_cache,
         "memory_reserved": lambda device: driver.reserved, "mem_get_info": lambda device: (driver.free, 0),
         "Stream": lambda device: stream, "current_stream": lambda device: stream,
-        "stream": lambda stream: contextlib.nullcontext(), "default_generators": [None],
+        "stream": lambda stream: contextlib.nullcontext(), "default_generators": [FakeGenerator(driver)],
     }  # fmt: skip
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
@@ -148,11 +160,12 @@ def test_a_step_that_fails_ends_its_capture(driver):
 
 @pytest.mark.parametrize("where", ["in CUDA", "in torch"])
 def test_a_capture_that_cannot_be_ended_is_given_up(driver, where):
-    """CUDA refuses to end a capture in which something waited; torch's allocator would stay in it for ever."""
+    """CUDA refuses to end a capture in which something waited; torch's allocator and generator would stay in it."""
     machine, driver.fails_to_end = Cuda(DEVICE), where
     with pytest.raises(GraphError, match="division by zero"):
         machine.capture(lambda: 1 / 0, None)
-    let_go = [("endAllocateToPool", 0, (0, 1)), ("releasePool", 0, (0, 1))] if where == "in CUDA" else []
+    pool = [("endAllocateToPool", 0, (0, 1)), ("releasePool", 0, (0, 1))]
+    let_go = [*pool, ("generator", "as new")] if where == "in CUDA" else []
     assert driver.log[3:] == let_go, "once, and not what torch does itself when the graph is gone"
     with pytest.raises(GraphError, match="previous error during capture"):
         machine.capture(lambda: None, None)
@@ -166,4 +179,19 @@ def test_a_pool_that_torch_has_let_go_of_is_no_error(driver, monkeypatch: pytest
     machine, driver.fails_to_end = Cuda(DEVICE), "in CUDA"
     with pytest.raises(GraphError, match="division by zero"):
         machine.capture(lambda: 1 / 0, None)
-    assert driver.log[-1] == ("releasePool", 0, (0, 1))
+    assert ("releasePool", 0, (0, 1)) in driver.log
+
+
+def test_an_error_does_not_keep_what_the_step_had(driver):
+    """Tensors of the step have gradients that belong to the stream of the capture."""
+    machine, driver.grows, there = Cuda(DEVICE), [0, 0], []
+
+    def step(error: Exception) -> None:
+        tensor = torch.ones(3)
+        there.append(weakref.ref(tensor))
+        raise error
+
+    for error in (ValueError("so"), GraphError("no such codec")):
+        with pytest.raises(GraphError) as caught:
+            machine.capture(lambda error=error: step(error), None)
+        assert caught.value is not None and there[-1]() is None

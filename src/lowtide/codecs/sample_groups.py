@@ -86,7 +86,7 @@ class SampleGroups:
         return {"few": order[:few], "many": order[few:]}
 
     def payload(self, spec: TensorSpec, parts: dict[str, Tensor]) -> Encoded:
-        meta: dict[str, Any] = {"bits": self.bits, "group": self.group}
+        meta: dict[str, Any] = {"bits": float(self.bits), "group": self.group}
         return Encoded(self.name, self.version, spec, meta, parts)
 
     def decode(self, encoded: Encoded) -> Tensor:

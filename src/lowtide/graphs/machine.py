@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -95,13 +96,15 @@ class CudaGraph:
             raise
 
     def _abandon(self) -> None:
-        """Where CUDA has given up a capture, torch leaves its allocator in it: its pool is let go here."""
+        """Where CUDA has given up a capture, torch leaves its allocator and its generator in it: let go of both."""
         with contextlib.suppress(RuntimeError):
             self._graph.pool()  # refused unless torch has come so far that it does all this itself
             return
         for let_go in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
             with contextlib.suppress(RuntimeError):
                 let_go(self._device.index, self._pool)
+        generator = torch.cuda.default_generators[self._device.index]
+        generator.graphsafe_set_state(generator.clone_state())  # the same numbers to come, from a state outside of it
 
 
 @contextlib.contextmanager
@@ -159,6 +162,8 @@ class Cuda:
             with torch.cuda.stream(self._stream):
                 return graph, graph.record(run)
         except Exception as error:
+            # Who keeps the error would keep the step's tensors, and with them gradients that belong to this stream.
+            traceback.clear_frames((cause or error).__traceback__)
             if isinstance(cause, GraphError):
                 raise cause from None
             raise GraphError(
