@@ -11,8 +11,9 @@ exactly and, for several draws of the dither, from what the bounds leave of the 
 - in total: the same for all parameters together with everything lossy, so with what propagates from layer to layer;
 - what each weight contributes to the energy, and how many times less was held.
 A plain second run of the same batch (``floor``) tells what the device's own lack of determinism amounts to. Measuring
-is done on copies of the model, whose sessions continue from the state of the one in training. Rows, one for each
-weight, are appended to a CSV file.
+is done on copies of the model, whose sessions continue from the state of the one in training. Every layer's input is
+stored (``remake=False``): one that is made again has the noise of what it is made of, which is exact here. Rows, one
+for each weight, are appended to a CSV file.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class Bench:
 
     def attach(self, model: nn.Module, **settings: Any) -> Session:
         return attach(model, "budget", period=PERIOD, checks=0, min_size=0, seed=self.options.seed,
-                      coder=self.options.coder, **settings)  # fmt: skip
+                      coder=self.options.coder, remake=False, **settings)  # fmt: skip
 
     def copy(self) -> nn.Module:
         """The model as it is now; hooks do not follow it."""

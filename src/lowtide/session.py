@@ -56,7 +56,7 @@ class Session:
         check: bool | str = False,
         min_size: int = MIN_SIZE,
         recast: bool = True,
-        remake: bool = False,
+        remake: bool | None = None,
         refresh: int = 64,
         seed: int = 0,
         **options: Any,
@@ -66,8 +66,8 @@ class Session:
         if not isinstance(refresh, int) or refresh < 1:
             raise AttachError(f"refresh is a number of saves, 1 or more; got {refresh!r}")
         chosen = methods.create(method, **options)
-        if remake and not getattr(chosen, "takes_remake", False):
-            able = [name for name in METHODS.names() if getattr(METHODS.load(name), "takes_remake", False)]
+        if remake and not hasattr(chosen, "remakes"):
+            able = [name for name in METHODS.names() if hasattr(METHODS.load(name), "remakes")]
             raise AttachError(f"remake goes with the methods {', '.join(able)}; {method!r} holds what it was made for")
         self.method = method
         self.ledger = Ledger()
@@ -82,7 +82,7 @@ class Session:
         )  # fmt: skip
         self._capture = capture = Capture(
             model, self.ledger, self._pipeline.settle, self._pipeline.left, min_size=min_size, recast=recast,
-            remake=remake,
+            remake=getattr(chosen, "remakes", False) if remake is None else remake,
         )  # fmt: skip
         self._scopes = capture.scopes
         self._scopes.on_forward = self._after_forward
@@ -272,7 +272,7 @@ def attach(model: nn.Module, method: str = DEFAULT_METHOD, **options: Any) -> Se
         min_size: tensors of fewer bytes are passed through.
         recast: make autocast's copies of parameters again in backward instead of keeping them.
         remake: make what GELU, SiLU and layer norms have made again in backward, from what they have read, instead of
-            holding both. With methods budget, fixed and exact.
+            holding both. With methods budget (by default), fixed and exact.
         refresh: bounds given as multiples of a statistic, and the tables of coders, are measured again every so many
             saves of a place in the model (and at its saves 1, 2, 4, 8, 16 and 32); 1 measures at every save.
         seed: of the dither; the global RNG is never touched.

@@ -71,8 +71,8 @@ def measured(net: str, session: Session, noise: float, rules: Any, **options: An
 def test_measured_over_predicted_layer_by_layer(net, noise):
     """0.8 to 1.25 for every weight. A ratio is a mean of six draws with a relative spread of at most 0.1."""
     rules = [{"op": pattern, "keep": True} for pattern in KEPT[net]]
-    session = bounds_after_training(net, noise, rules, checks=0)
-    squares, predicted, _ = measured(net, session, noise, rules, checks=0)
+    session = bounds_after_training(net, noise, rules, checks=0, remake=False)
+    squares, predicted, _ = measured(net, session, noise, rules, checks=0, remake=False)
     ratios = {}
     for site, figures in predicted.items():
         weight = f"{site.partition(':')[0]}.weight"
@@ -85,8 +85,8 @@ def test_measured_over_predicted_layer_by_layer(net, noise):
 @pytest.mark.parametrize("net", ["resnet", "gpt"])
 def test_the_total_is_what_was_asked_for(net):
     """Everything lossy, and what propagates counted in: 0.3 % to 1.5 % of the gradient's energy for noise = 1 %."""
-    session = bounds_after_training(net, 0.01, None, checks=0)
-    squares, predicted, total = measured(net, session, 0.01, None, checks=0)
+    session = bounds_after_training(net, 0.01, None, checks=0, remake=False)
+    squares, predicted, total = measured(net, session, 0.01, None, checks=0, remake=False)
     assert 0.003 < total < 0.015
     scales = {
         site: squares[f"{site.partition(':')[0]}.weight"] / figures.predicted
@@ -99,13 +99,13 @@ def test_the_total_is_what_was_asked_for(net):
 def test_the_total_is_the_same_where_tensors_are_made_again():
     """Bounds of the blocks' norms are finer then, that of the last norm is coarser: a third of the noise of a block's
     scale comes from there. So it is compared with what is left while its own norm is exact."""
-    session = bounds_after_training("gpt", 0.01, None, checks=0, remake=True)
-    squares, predicted, total = measured("gpt", session, 0.01, None, checks=0, remake=True)
+    session = bounds_after_training("gpt", 0.01, None, checks=0)
+    squares, predicted, total = measured("gpt", session, 0.01, None, checks=0)
     assert 0.003 < total < 0.015
     scales = {}
     for site in (site for site in predicted if "norm" in site):
         path = site.partition(":")[0]
-        rest, _, _ = measured("gpt", session, 0.01, [{"path": path, "keep": True}], checks=0, remake=True)
+        rest, _, _ = measured("gpt", session, 0.01, [{"path": path, "keep": True}], checks=0)
         scales[path] = (squares[f"{path}.weight"] - rest[f"{path}.weight"]) / predicted[site].predicted
     assert len(scales) == 5
     assert 0.7 < sum(scales.values()) / len(scales) < 1.4, scales

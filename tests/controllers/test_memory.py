@@ -155,7 +155,7 @@ def test_bytes_are_met():
 
 
 def test_a_generous_budget_is_exact_storage():
-    shares, _, tide = held_in_training("gpt", 24, memory="1GiB")
+    shares, _, tide = held_in_training("gpt", 24, memory="1GiB", remake=False)
     assert shares[-1] > 0.9
     reasons = {entry.reason for entry in tide.report().sites if entry.codec == "kept"}
     assert "exact: the memory budget has room for it" in reasons

@@ -17,7 +17,7 @@ __all__ = ["Budget"]
 class Budget:
     """The options of ``lowtide.controllers.budget``, and how values are coded."""
 
-    takes_remake: ClassVar[bool] = True
+    remakes: ClassVar[bool] = True
 
     noise: float = 0.01
     propagated: float | None = None

@@ -14,7 +14,7 @@ __all__ = ["Exact"]
 class Exact:
     """Losses, gradients and updated weights are bit-equal to plain training."""
 
-    takes_remake: ClassVar[bool] = True
+    remakes: ClassVar[bool] = False
 
     def values(self) -> None:
         return None

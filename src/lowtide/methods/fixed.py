@@ -16,7 +16,7 @@ __all__ = ["Fixed"]
 class Fixed:
     """A bound for each family of ops (a number, or "0.4 std"; None takes the default), and how values are coded."""
 
-    takes_remake: ClassVar[bool] = True
+    remakes: ClassVar[bool] = False
 
     linear: Any = None
     norm: Any = None
