@@ -31,6 +31,29 @@ def test_levels_are_powers_of_the_fourth_root_of_two_not_above():
         assert _levels.quantise(2.0 ** (exponent / 4)) == 2.0 ** (exponent / 4), "a level is its own level"
 
 
+def test_bounds_settle_on_the_nearest_level():
+    assert _levels.settle(1.09, None) == 1.0
+    assert _levels.settle(1.1, None) == 2**0.25
+    assert _levels.settle(0.3, None) == 2**-1.75
+    for exponent in range(-40, 40):
+        level = 2.0 ** (exponent / 4)
+        assert _levels.settle(level, None) == _levels.settle(level, 2 * level) == level, "a level is its own level"
+    errors = [math.log2(_levels.settle(2 ** (n / 1000), None)) - n / 1000 for n in range(1000)]
+    assert abs(sum(errors)) < 0.2, "as often above as below"
+
+
+def test_a_bound_stays_while_it_is_less_than_a_level_away():
+    """Whatever lies between two levels does not go back and forth."""
+    assert _levels.settle(2**0.19, 1.0) == _levels.settle(2**-0.19, 1.0) == 1.0
+    assert _levels.settle(2**0.21, 1.0) == 2**0.25
+    assert _levels.settle(2**-0.21, 1.0) == 2**-0.25
+    value, moves = 1.0, 0
+    for n in range(100):
+        after = _levels.settle(2 ** (0.125 + 0.06 * (-1) ** n), value)
+        moves, value = moves + (after != value), after
+    assert moves == 0
+
+
 def test_a_bound_moves_by_two_at_most():
     assert _levels.approach(5.0, 1.0) == 2.0
     assert _levels.approach(0.1, 1.0) == 0.5

@@ -12,6 +12,7 @@ from lowtide.coding.grid import Grid
 from lowtide.records import Bound
 
 MOST = 4.0  # in units of the standard deviation: beyond, a value costs no fewer bits and tells nothing
+_STAYS = 0.8  # of a level: so far may a value be from a bound before another one is taken
 _FINEST = {"float32": 2.0**-9, "float64": 2.0**-9, "float16": 2.0**-6, "bfloat16": 2.0**-6}
 
 
@@ -23,6 +24,16 @@ def finest(dtype: str) -> float:
 def quantise(value: float, per_octave: int = 4) -> float:
     """The next smaller power of 2^(1 / per_octave)."""
     return 2.0 ** (math.floor(math.log2(value) * per_octave + 1e-6) / per_octave)
+
+
+def settle(value: float, before: float | None, per_octave: int = 4) -> float:
+    """The nearest power of 2^(1 / per_octave); but the one before, as long as it is less than a level away.
+
+    So bounds are as often too large as too small, and one between two levels does not go back and forth.
+    """
+    if before is not None and abs(math.log2(value / before)) * per_octave < _STAYS:
+        return before
+    return 2.0 ** (round(math.log2(value) * per_octave) / per_octave)
 
 
 def approach(target: float, before: float | None, factor: float = 2.0) -> float:

@@ -60,7 +60,7 @@ class Budget(Adaptive):
     smallest, so that the tensor is stored once.
     """
 
-    noise: float = 0.01
+    noise: float = 0.05
     propagated: float | None = None
     scale: float | None = None
     memory: str | float | None = None
@@ -165,7 +165,8 @@ class Budget(Adaptive):
             return None
         before = self._targets.get(site.site)
         target = self._targets[site.site] = target if before is None else math.sqrt(before * target)
-        value = _levels.quantise(_levels.approach(target, self.value_at(site)))
+        now = self.value_at(site)
+        value = _levels.settle(_levels.approach(target, now), now if site.site in self._rules else None)
         scale = 1.0 if site.unit == "std" else site.std or 0.0
         if value < _levels.finest(site.dtype) * scale:
             return Keep(f"its share of noise asks for a bound too fine to save memory ({value:.2g})")
