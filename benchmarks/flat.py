@@ -1,7 +1,7 @@
 """Is memory flat? Allocated and reserved bytes between two steps, over thousands of them.
 
     PYTHONPATH=src python benchmarks/flat.py resnet18 --batch 256 --precision bf16 --methods budget --steps 2000
-    PYTHONPATH=src python benchmarks/flat.py --tiny --device cpu --batch 8 --precision fp32 --steps 60 --warm 20 --every 10
+    PYTHONPATH=src python benchmarks/flat.py --tiny --device cpu --batch 8 --precision fp32 --steps 40 --warm 10 --every 5
 
 Every step has a new batch. Every ``--every`` steps the allocator is asked, after all that was launched has run: what is
 allocated between two steps (weights, the optimizer's state, what methods keep), the largest that was allocated within
@@ -115,10 +115,11 @@ def growth(looks: list[dict[str, Any]], options: argparse.Namespace) -> dict[str
     late = [item for item in looks if item["step"] > middle]
     if not early or not late:
         return {"allocated_growth": None, "reserved_growth": None}
-    return {
-        f"{name}_growth": max(item[name] for item in late) / max(1, *(item[name] for item in early)) - 1
-        for name in ("allocated", "reserved")
-    }
+    found: dict[str, float | None] = {}
+    for name in ("allocated", "reserved"):
+        before, after = (max(item[name] for item in half) for half in (early, late))
+        found[f"{name}_growth"] = (after - before) / max(before, 1)
+    return found
 
 
 def _text(row: dict[str, Any]) -> str:
