@@ -20,6 +20,7 @@ from lowtide.coding import dither, layout
 from lowtide.errors import PayloadError
 from lowtide.graphs.recording import Recording
 from lowtide.kernels import _tickets
+from lowtide.kernels._packing import packed
 from lowtide.ledger import Ledger
 from lowtide.payloads import Payload, Pending, Waiting, stream_of
 from lowtide.policies.rules import Decision, Policy
@@ -67,8 +68,11 @@ class Coded:
         lent, self._lent = self._lent, None
         if lent is not None and lent[0] == stream_of(spec.device):
             return lent[1]
-        with _Plainly(spec.device.type):
-            tensor = self.payload.nonzero() if self._mask else self.payload.decode(handle.name)
+        if _is_plain():  # as a rule, in backward
+            tensor = self._decode(handle)
+        else:
+            with _Plainly(spec.device.type):
+                tensor = self._decode(handle)
         if tensor.dtype is not spec.dtype or tensor.device != spec.device:
             raise _unlike(handle, tensor)
         if tensor.shape == spec.shape and tensor.stride() == spec.stride:
@@ -76,6 +80,9 @@ class Coded:
         if tensor.numel() != spec.numel:
             raise _unlike(handle, tensor)
         return tensor.as_strided(spec.shape, spec.stride, 0)
+
+    def _decode(self, handle: Handle) -> Tensor:
+        return self.payload.nonzero() if self._mask else self.payload.decode(handle.name)
 
 
 class Remade:
@@ -416,7 +423,12 @@ def _view(raw: Tensor, spec: TensorSpec) -> Tensor:
 
 def _dense(raw: Tensor, recipe: Recipe) -> Tensor:
     x = _view(raw, recipe.spec)
-    return x if recipe.is_dense else x.clone()
+    return x if recipe.is_dense else packed(x)
+
+
+def _is_plain() -> bool:
+    """Whether grad mode and autocast, of whatever device, are off already."""
+    return not torch.is_grad_enabled() and not torch._C._is_any_autocast_enabled()
 
 
 class _Plainly:

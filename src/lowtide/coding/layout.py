@@ -54,8 +54,14 @@ def dense_spec(x: Tensor) -> TensorSpec:
     """The spec of ``x`` packed: its own strides if it is dense, else dense strides in the same order of axes."""
     if is_dense(tuple(x.shape), tuple(x.stride())):
         return TensorSpec.of(x)
-    packed = torch.empty_like(x, device="meta")
-    return TensorSpec(tuple(x.shape), tuple(packed.stride()), x.dtype, x.device)
+    shape = tuple(x.shape)
+    return TensorSpec(shape, dense_stride(shape, tuple(x.stride())), x.dtype, x.device)
+
+
+@lru_cache(maxsize=4096)
+def dense_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a view with gaps once it is packed: those of its clone, its axes in the same order."""
+    return tuple(torch.empty_like(torch.empty_strided(shape, stride, device="meta")).stride())
 
 
 def restore(flat: Tensor, spec: TensorSpec) -> Tensor:
@@ -98,7 +104,10 @@ def spread(table: Tensor, term: tuple[int, int, int], start: int, stop: int) -> 
 
 def entries_at(terms: tuple[tuple[int, int, int], ...], index: Tensor) -> Tensor:
     """Table entry of the elements at ``index`` in memory order."""
-    entry = torch.zeros_like(index)
-    for divide, modulo, times in terms:
-        entry += (index // divide % modulo) * times
-    return entry
+    if not terms:
+        return torch.zeros_like(index)
+    parts = []
+    for divide, modulo, times in terms:  # as few launches as can be: a single term that counts by one is the rule
+        part = (index if divide == 1 else index // divide) % modulo
+        parts.append(part if times == 1 else part.mul_(times))
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
