@@ -1,7 +1,7 @@
 """Is memory flat? Allocated and reserved bytes between two steps, over thousands of them.
 
     PYTHONPATH=src python benchmarks/flat.py resnet18 --batch 256 --precision bf16 --methods budget --steps 2000
-    PYTHONPATH=src python benchmarks/flat.py --tiny --device cpu --batch 8 --precision fp32 --steps 40 --warm 10 --every 5
+    PYTHONPATH=src python benchmarks/flat.py --tiny --device cpu --precision fp32 --steps 40 --warm 10 --every 5
 
 Every step has a new batch. Every ``--every`` steps the allocator is asked, after all that was launched has run: what is
 allocated between two steps (weights, the optimizer's state, what methods keep), the largest that was allocated within

@@ -46,7 +46,7 @@ from lowtide.app.train.prepare import understand
 from lowtide.app.train.trainer import Trainer, settings
 from lowtide.bounds import BoundRule
 from lowtide.codecs.sz import Sz
-from lowtide.coding import layout, lorenzo, planes, rans
+from lowtide.coding import layout, lorenzo, planes, rans, rans_fit
 from lowtide.coding.planes import Planes
 from lowtide.records import Bound, Kind, Need, Per, TensorSpec
 from lowtide.reports.text import table
@@ -68,11 +68,11 @@ GROUPS, CLASSES = (4, 8), 8
 ENTRY_BITS, ESCAPE_BITS = 16, 32  # of a table, and of a value outside of the alphabet
 MOVES = 8  # of channels from table to table
 LARGE = 1 << 30  # values of a tensor, so that it has the long chunks of large ones
-PIECE = rans.SAMPLE_ROWS * rans.ROW  # values that are whole symbols, whatever their size
+PIECE = rans_fit.PIECE  # values that are whole symbols, whatever their size
 # For the coder, which keeps the number of values a symbol of a model before unless another does better than that did.
 FORCED = {
     digits: rans.Model(rans.Alphabet(digits, 2, 0, zero=False, fill=0, rows=rows), torch.empty(0), math.inf)
-    for digits, rows in rans.ROWS.items()
+    for digits, rows in rans_fit.ROWS.items()
 }
 
 
@@ -262,7 +262,9 @@ def code(parts: Iterable[Part], digits: int, numel: int, *, strict: bool = False
     """
     bits, table_bits, taken = 0.0, 0, 0
     for part in (_whole(*part) for part in parts):
-        model, size = rans.fit(*part, LARGE, FORCED[digits]), part[0].numel()
+        q, zero = part
+        marked = q if zero is None else torch.where(zero, rans.ZERO_CODE, q)
+        model, size = rans_fit.fit(marked, LARGE, FORCED[digits], zero_code=zero is not None), q.numel()
         if model.bits > ESCAPE_BITS:  # refused: it has counted all values as escapes
             outside = math.inf if strict else float((model.alphabet.digits(*part) < 0).double().mean())
             model = replace(model, bits=model.bits - ESCAPE_BITS * (1 - outside))

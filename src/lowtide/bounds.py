@@ -69,7 +69,7 @@ class BoundRule:
             sizes = [x.shape[axis] for axis in axes]
             return Bound(torch.full(sizes, self.value, dtype=torch.float64, device=x.device), axes)
         value = _STATISTICS[self.unit](sample(x, axes), axes).double() * self.value
-        return Bound(torch.where(value.isfinite(), value, 0), axes)
+        return Bound(value.nan_to_num_(0.0, 0.0, 0.0), axes)
 
     def __str__(self) -> str:
         return f"{self.value!r}" if self.unit == "absolute" else f"{self.value!r} {self.unit}"
@@ -84,8 +84,9 @@ def sample(x: Tensor, axes: tuple[int, ...]) -> Tensor:
 
 def _masked(x: Tensor, axes: tuple[int, ...]) -> tuple[Tensor, Tensor, list[int]]:
     """Values in a working precision with zeros in place of what does not count, the mask, the axes to reduce."""
-    mask = x.isfinite() & (x != 0)
     work = x.to(torch.promote_types(x.dtype, torch.float32))
+    size = work.abs()
+    mask = (size > 0) & (size < torch.inf)
     return torch.where(mask, work, 0), mask, [axis for axis in range(x.dim()) if axis not in axes]
 
 
@@ -97,7 +98,7 @@ def _std(x: Tensor, axes: tuple[int, ...]) -> Tensor:
         return torch.std(x, over, correction=0)
     values, mask, over = _masked(x, axes)
     # In units of the largest magnitude, so that no square over- or underflows.
-    peak = values.abs().amax(over, keepdim=True)
+    peak = torch.linalg.vector_norm(values, torch.inf, over, keepdim=True)
     values = values / torch.where(peak > 0, peak, 1)
     count = mask.sum(over, keepdim=True).clamp(min=1)
     mean = values.sum(over, keepdim=True) / count

@@ -36,7 +36,7 @@ _DRIFT = 0.02
 _STALE, _USELESS = (1.12, 0.06), (1.8, 0.5)  # times the bits that a model was made for, and bits beyond
 _LEAP = 0.26  # bits between two bounds beyond which the model of one does not serve the other
 _AT_REST = 3  # saves under the same bound
-_FEW_PIECES = 48  # of a tensor, for a model that is waited for
+_FEW_PIECES = 192  # of a tensor, for a model that is waited for
 
 
 class Survey:
@@ -76,6 +76,12 @@ def _key(x: Tensor, site: Site, need: Need) -> tuple[str, str, str, tuple[int, .
     axes = need.axes(x.dim())
     sizes = tuple([x.shape[axis] for axis in axes if axis]) if axes else ()
     return site.name, str(x.dtype), need.per.value, sizes
+
+
+def _is_constant(memo: Memo) -> bool:
+    """Whether tensors have nothing to say about the bound: one number in its own unit, and no means to count from."""
+    source = memo.source
+    return isinstance(source, BoundRule) and source.unit == "absolute" and not memo.bound.axes
 
 
 def _measure(memo: Memo, x: Tensor, codec: Any, need: Need) -> tuple[Bound, Any]:
@@ -183,7 +189,7 @@ class Sites:
     def prepare(self, memo: Memo, x: Tensor, codec: Codec, site: Site, need: Need) -> None:
         """Bring the bound up to date for another save of the site, and the plan if its codec makes plans."""
         due = self._is_due(site, memo.saves)
-        moved = due or memo.moved or 0 in memo.bound.axes
+        moved = memo.moved or 0 in memo.bound.axes or (due and not _is_constant(memo))
         grid = None
         if moved and memo.saves:
             memo.bound, grid = _measure(memo, x, codec, need)

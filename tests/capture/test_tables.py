@@ -40,6 +40,22 @@ def test_a_handle_of_another_scope_is_not_waited_for():
     assert not scope.waits_for(_handle(3))
 
 
+def test_saves_of_the_op_that_is_being_built_are_not_looked_for():
+    """Nothing leads to its node yet; what waited before it, or waits when the next op saves, is looked for."""
+    scope, handles = Scope(), [_handle(number) for number in (1, 2, 3)]
+    assert not scope.may_resolve
+    for handle in handles[:2]:
+        scope.wait_for(handle.number, weakref.ref(handle))
+        assert not scope.may_resolve
+    torch.ones(1, requires_grad=True).exp()
+    assert scope.may_resolve
+    scope.wait_for(3, weakref.ref(handles[2]))
+    assert scope.may_resolve
+    scope.unresolved.pop(1)
+    scope.unresolved.pop(2)
+    assert not scope.may_resolve
+
+
 def test_records_of_storages_that_are_gone_are_swept_out():
     ledger = Ledger()
     table = Deduplicator(ledger)

@@ -188,7 +188,7 @@ def test_a_model_is_part_of_the_payload() -> None:
     plan = RANS.plan(x, Bound.absolute(0.4))
     assert plan.model is not None
     alphabet = rans.Alphabet(2, 16, -8, False, 8, 32)
-    model = rans.Model(alphabet, rans.normalise(torch.full((256,), 1 / 256, dtype=torch.float64), 0).short(), 4.0)
+    model = rans.Model(alphabet, torch.full((256,), 16, dtype=torch.int16), 4.0)
     wide = Plan(plan.grid, plan.zero_code, model)
     payloads = [RANS.encode(x, seed=2, plan=chosen) for chosen in (plan, wide)]
     assert payloads[0].meta["alphabet"] != payloads[1].meta["alphabet"]

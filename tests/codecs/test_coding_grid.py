@@ -207,6 +207,27 @@ def test_a_step_is_nearly_twice_its_bound(dtype: torch.dtype, rounding: str) -> 
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_a_bound_that_the_host_knows_has_the_same_grid(dtype: torch.dtype, rounding: str) -> None:
+    for bound in (0.1, 1 - 1e-10, 1e300, 3e-46, 2.0**-101, 1 + 2.0**-30, 7e4):
+        made, known = make_grid(bound, dtype, rounding), Grid.uniform(bound, dtype, CPU, rounding)
+        assert known.axes == () and known.rounding == rounding and known.centre is None
+        for name in ("step", "inverse", "promised"):
+            one, other = getattr(made, name), getattr(known, name)
+            assert one.dtype == other.dtype and torch.equal(one, other)
+
+
+@pytest.mark.parametrize("value", [math.nan, -1.0, 0.0, math.inf])
+def test_bounds_that_statistics_may_have_are_no_harm(value: float) -> None:
+    """All is stored exactly under what is no bound; an infinite one is as good as the largest."""
+    made = Grid.of(Bound(torch.tensor([value, 1.0], dtype=torch.float64), (0,)), torch.float32, CPU, "dither")
+    assert float(made.step[0]) == (2.0**115 * (1 - 2.0**-8) if value == math.inf else 0)
+    assert torch.equal(made.step[1:], make_grid(1.0, torch.float32, "dither").step)
+    lost = made.quantise(torch.tensor([0.5, 0.5]), range(2), TensorSpec.of(torch.zeros(2)), SEED)[1]
+    assert lost.tolist() == [value != math.inf, False]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_the_promise_is_never_rounded_up(dtype: torch.dtype) -> None:
     """What elements are compared with is a float32, at most the bound."""
     for bound in (0.1, 1 - 1e-10, 1e300, 3e-46, 1 + 2.0**-30):

@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lowtide.coding import exact, rans
+from lowtide.coding import exact, rans, rans_fit
 from lowtide.coding.rans import Alphabet, Model
 from lowtide.errors import PayloadError
 
@@ -48,7 +48,7 @@ def draw_bits(count: int, dtype: torch.dtype) -> Tensor:
 
 
 def make_model(alphabet: Alphabet, share: Tensor) -> Model:
-    freqs = rans.normalise(share / share.sum(), alphabet.fill_symbol)
+    freqs = torch.tensor(rans_fit.normalise((share / share.sum()).tolist(), alphabet.fill_symbol))
     return Model(alphabet, freqs.to(torch.int16), 4.0)
 
 
@@ -129,7 +129,10 @@ def test_models_of_other_data(values: int, zero: bool) -> None:
     for codes far from all that it knows, which makes raw chunks of them. A short chunk is raw sooner."""
     spread = LARGEST[values] / 8
     codes = (torch.randn(16 * 1536) * spread).round().int()
-    model = rans._fit(codes, torch.rand(16 * 1536) < 0.5 if zero else None, values, 1 << 14)
+    if zero:
+        codes = torch.where(torch.rand(16 * 1536) < 0.5, rans.ZERO_CODE, codes)
+    sample = rans_fit.Sample(codes, zero)
+    model = sample.model(sample.alphabet(values, 1 << 14))
     assert model.alphabet.values == values
     count = 2 * model.alphabet.chunk + 333
     escaped, raw = [], []
@@ -169,7 +172,7 @@ def test_shares_sum_to_4096(seed: int, symbols: int, power: float, data: st.Data
     always = data.draw(st.integers(0, symbols - 1))
     assume(float(share.sum()) > 0)
     share /= share.sum()
-    freqs = rans.normalise(share.clone(), always)
+    freqs = torch.tensor(rans_fit.normalise(share.tolist(), always))
     assert int(freqs.sum()) == 4096
     assert int(freqs.min()) >= 0 and int(freqs.max()) <= 4095 and int(freqs[always]) > 0
     assert bool((freqs[share > 2.0**-15] > 0).all())
@@ -196,7 +199,8 @@ def test_a_fitted_model_says_what_it_costs(scale: float, relu: bool) -> None:
     x = torch.randn(1 << 19) * scale
     codes = x.relu().round().int() if relu else x.round().int()
     zero = x <= 0 if relu else None
-    model = rans.fit(sample_of(codes), None if zero is None else sample_of(zero), 1 << 18)
+    sample = codes if zero is None else torch.where(zero, rans.ZERO_CODE, codes)
+    model = rans_fit.fit(sample_of(sample), 1 << 18, zero_code=relu)
     coded, nothing = codes[1 << 18 :], torch.zeros(1 << 18, dtype=torch.bool)
     marked = coded if zero is None else torch.where(zero[1 << 18 :], rans_format.ZERO, coded)
     parts = rans.write(coded, None if zero is None else zero[1 << 18 :], nothing, torch.zeros(1 << 18), model)
@@ -208,12 +212,12 @@ def test_a_fitted_model_says_what_it_costs(scale: float, relu: bool) -> None:
 def test_a_window_follows_the_codes() -> None:
     """Codes near 100 are not worse than codes near 0, and outliers do not widen the alphabet."""
     codes = (torch.randn(64 * 1536) * 1.5).round().int()
-    near = rans.fit(codes, None, 1 << 20)
-    far = rans.fit(codes + 100, None, 1 << 20)
+    near = rans_fit.fit(codes, 1 << 20, zero_code=False)
+    far = rans_fit.fit(codes + 100, 1 << 20, zero_code=False)
     assert far.alphabet == replace(near.alphabet, low=near.alphabet.low + 100)
     assert torch.equal(far.freqs, near.freqs)
     codes[::5000] = 1500
-    assert rans.fit(codes, None, 1 << 20).alphabet.size <= near.alphabet.size + 1
+    assert rans_fit.fit(codes, 1 << 20, zero_code=False).alphabet.size <= near.alphabet.size + 1
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowtide.codecs.sz import Plan, Sz
-from lowtide.coding import rans
+from lowtide.coding import rans, rans_fit
 from lowtide.records import Bound
 
 COUNT = 1 << 20
@@ -21,36 +21,46 @@ def codes(scale: float, *, seed: int = 0) -> Tensor:
     return (torch.randn(64 * 1536, generator=generator) * scale).round().int()
 
 
+def fit(q: Tensor, count: int, before: rans.Model | None = None, *, zero_code: bool = False) -> rans.Model:
+    return rans_fit.fit(q, count, before, zero_code=zero_code)
+
+
+def best_of(q: Tensor, values: int) -> rans.Model:
+    """The model of the best alphabet with so many values a symbol."""
+    sample = rans_fit.Sample(q, zero_code=False)
+    return sample.model(sample.alphabet(values, COUNT))
+
+
 @pytest.mark.parametrize("scale", [0.3, 1.0, 3.0, 20.0])
 def test_other_samples_of_the_same_kind_have_the_same_alphabet(scale: float) -> None:
-    model = rans.fit(codes(scale), None, COUNT)
+    model = fit(codes(scale), COUNT)
     for seed in range(1, 6):
         drift = scale * (1 + 0.01 * (seed - 3))
-        again = rans.fit(codes(drift, seed=seed), None, COUNT, model)
-        best = rans._fit(codes(drift, seed=seed), None, model.alphabet.values, COUNT)
+        again = fit(codes(drift, seed=seed), COUNT, model)
+        best = best_of(codes(drift, seed=seed), model.alphabet.values)
         assert again.alphabet == model.alphabet and again.bits <= 1.01 * best.bits
         model = again
 
 
 def test_an_alphabet_that_costs_more_is_given_up() -> None:
     """Codes that lie elsewhere, or further apart; symbols that are not used cost nothing."""
-    model = rans.fit(codes(1.0), None, COUNT)
+    model = fit(codes(1.0), COUNT)
     for q in (codes(1.0) + 3, codes(3.0)):
-        again = rans.fit(q, None, COUNT, model)
+        again = fit(q, COUNT, model)
         assert again.alphabet != model.alphabet
-        assert again.bits == rans._fit(q, None, again.alphabet.values, COUNT).bits
-    assert rans.fit(codes(0.7), None, COUNT, model).alphabet == model.alphabet
+        assert again.bits == best_of(q, again.alphabet.values).bits
+    assert fit(codes(0.7), COUNT, model).alphabet == model.alphabet
 
 
 def test_what_zeros_and_sizes_ask_for_comes_first() -> None:
     """A format without a code for zero does not serve one with it, nor do chunks of another length."""
     q = codes(1.0)
-    model = rans.fit(q, None, 16 * COUNT)
-    assert rans.fit(q, q == 0, 16 * COUNT, model).alphabet.zero
-    assert rans.fit(q, None, COUNT, model).alphabet.rows < model.alphabet.rows
-    model = rans.fit(q, None, COUNT)
+    model = fit(q, 16 * COUNT)
+    assert fit(torch.where(q == 0, rans.ZERO_CODE, q), 16 * COUNT, model, zero_code=True).alphabet.zero
+    assert fit(q, COUNT, model).alphabet.rows < model.alphabet.rows
+    model = fit(q, COUNT)
     odd = replace(model, alphabet=replace(model.alphabet, fill=model.alphabet.fill - 1))
-    assert rans.fit(q, None, COUNT, odd).alphabet == odd.alphabet, "a digit to fill with is as good as another"
+    assert fit(q, COUNT, odd).alphabet == odd.alphabet, "a digit to fill with is as good as another"
 
 
 class Net(nn.Sequential):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lowtide.bounds import BoundRule
 from lowtide.codecs.sz import Plan, Sz
-from lowtide.coding import rans
+from lowtide.coding import rans_fit
 from lowtide.graphs.recording import Recording
 from lowtide.graphs.rooms import Rooms
 from lowtide.graphs.tables import Tables
@@ -166,8 +166,8 @@ def test_shares_of_symbols_are_renewed_too(monkeypatch: pytest.MonkeyPatch):
     site.replay()
     unfit = recording._gauges[0].ticket.status
     alphabet = site.memo.plan.model.alphabet
-    digits = alphabet.digits(site.codec.survey(site.x, site.memo.plan.grid).int(), None)
-    site.memo.plan = replace(site.memo.plan, model=rans._model(alphabet, digits))
+    sample = rans_fit.Sample(site.codec.survey(site.x, site.memo.plan.grid), zero_code=False)
+    site.memo.plan = replace(site.memo.plan, model=sample.model(alphabet))
     assert recording.renew([site.memo])
     recording.begin_replay()
     assert torch.equal(site.replay(), site.eager())

@@ -18,7 +18,7 @@ from sz_cases import edges, mixture
 from torch import Tensor
 
 from lowtide.codecs.sz import Plan, Sz
-from lowtide.coding import rans
+from lowtide.coding import rans, rans_fit
 from lowtide.errors import PayloadError
 from lowtide.kernels import _sz_cuda, _sz_jobs
 from lowtide.kernels._sz_cuda import SzCuda
@@ -128,10 +128,8 @@ class Instance:
         plan = codec.fit(grid, codec.survey(x, grid), x.numel(), self.zeros)
         if self.coder == "blocks":
             return plan
-        sample = codec.survey(x, grid)
-        zero = sample == torch.iinfo(torch.int16).max
-        q = torch.where(zero, 0, sample).int()
-        return replace(plan, model=rans._fit(q, zero if self.zeros else None, self.values, x.numel()))
+        sample = rans_fit.Sample(codec.survey(x, grid), self.zeros)
+        return replace(plan, model=sample.model(sample.alphabet(self.values, x.numel())))
 
 
 KINDS = ["tensor", "runs", "inner", "mixed", "any", "many", "fixed"]
@@ -269,7 +267,7 @@ def explicit(
     share = torch.rand(alphabet.symbols, dtype=torch.float64)
     if sparse:
         share[torch.rand(alphabet.symbols) < 0.7] = 0
-    freqs = rans.normalise(share / share.sum(), alphabet.fill_symbol)
+    freqs = torch.tensor(rans_fit.normalise((share / share.sum()).tolist(), alphabet.fill_symbol))
     return rans.Model(alphabet, freqs.short(), bits_a_value)
 
 

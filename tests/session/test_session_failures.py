@@ -140,6 +140,24 @@ def test_an_interrupt_in_forward(fragile, x, same_step, error):
     same_step(model, session)
 
 
+@pytest.mark.parametrize("levels", range(10))
+def test_an_interrupt_and_then_a_save_from_as_deep(fragile, x, levels):
+    """Frames are looked for where they were found before: what runs there now is not the module."""
+
+    def save(levels):
+        return save(levels - 1) if levels else torch.randn(8, 8, requires_grad=True).tanh()
+
+    model = fragile()
+    session = lowtide.attach(model, "exact")
+    for _ in range(2):
+        model(x).sum().backward()
+    _fail(model, x, KeyboardInterrupt())
+    save(levels)
+    assert _top() is None
+    gc.collect()
+    assert session.ledger.held == session.ledger.raw == 0
+
+
 def test_an_interrupt_and_then_the_next_forward(fragile, x, same_step):
     model = fragile()
     session = lowtide.attach(model, "exact")

@@ -25,6 +25,7 @@ from lowtide.records import Bound, Encoded, Kind, Need, Per, Site
 from lowtide.sites import Sites
 
 CHANNEL = Need(Kind.VALUES, "", family="norm", per=Per.CHANNEL)
+TENSOR = Need(Kind.VALUES, "")
 ROW = Need(Kind.VALUES, "", family="norm", per=Per.ROW)
 SITE = Site("layer", "batch_norm", "input")
 
@@ -104,6 +105,16 @@ def test_a_bound_follows_the_rule_and_stays_between_measurements():
     torch.testing.assert_close(kept, first, rtol=0.1, atol=0)
     other = recall(sites, torch.randn(64, 6, 50), BoundRule.parse("2.0 std"), CHANNEL).bound.value
     torch.testing.assert_close(other, 2 * first, rtol=0.1, atol=0)
+
+
+@pytest.mark.parametrize(("unit", "need", "grids"), [("", TENSOR, 2), ("", CHANNEL, 5), (" std", TENSOR, 5)])
+def test_a_grid_is_made_anew_where_tensors_have_a_say_in_it(unit: str, need: Need, grids: int):
+    """One number for all values is what it is; channels have means, and a standard deviation is that of a tensor."""
+    sites, made = Sites(refresh=64), {}
+    for bound in ("0.5", "0.5", "0.5", "0.7", "0.7", "0.7"):  # measured at saves 1, 2 and 4, and where it has moved
+        memo = recall(sites, torch.randn(8, 6, 50), BoundRule.parse(bound + unit), need)
+        made[id(memo.plan.grid)] = memo.plan.grid
+    assert len(made) == grids
 
 
 @pytest.mark.parametrize(("coder", "surveys"), [("blocks", 1), ("rans", 3)])

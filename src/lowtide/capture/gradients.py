@@ -44,7 +44,7 @@ class Collector:
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         self._optimizer = optimizer
         self._momentum = Momentum(optimizer)
-        self._under_way: tuple[Parcel, Callable[[list[Tensor]], Statistics]] | None = None
+        self._under_way: tuple[Parcel, Callable[[list[list[float]]], Statistics]] | None = None
         self._arrived: Statistics | None = None
         self._loss: Tensor | None = None
         self._clear()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor, UntypedStorage
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.coding import layout
 from lowtide.errors import ModifiedError
@@ -73,11 +73,12 @@ class Passed:
 class Recast:
     """A cast of a parameter, made again from the parameter when backward asks for it; the graph owns this instead."""
 
-    __slots__ = ("_dtype", "_parameter", "_shape", "_stride", "_version", "call_path")
+    __slots__ = ("_dtype", "_is_turned", "_parameter", "_shape", "_stride", "_version", "call_path")
 
     def __init__(self, parameter: Tensor, cast: Tensor, path: str) -> None:
         self._parameter, self._version = parameter, parameter._version
         self._dtype, self._shape, self._stride = cast.dtype, cast.shape, cast.stride()
+        self._is_turned = self._shape != parameter.shape or self._stride != parameter.stride()
         self.call_path = path
 
     is_leaf = False
@@ -86,18 +87,13 @@ class Recast:
     def spec(self) -> TensorSpec:
         return TensorSpec(tuple(self._shape), self._stride, self._dtype, self._parameter.device)
 
-    @staticmethod
-    def fits(parameter: Tensor, cast: Tensor) -> bool:
-        """Whether casting the parameter again, and transposing it again, gives the tensor ``cast``."""
-        shape, stride = parameter.shape, parameter.stride()
-        return (
-            cast.storage_offset() == 0
-            and layout.is_dense(shape, stride)
-            and (
-                (cast.shape == shape and cast.stride() == stride)
-                or (cast.shape == shape[::-1] and cast.stride() == stride[::-1])
-            )
-        )
+    @property
+    def fits(self) -> bool:
+        """Whether casting the parameter again, and transposing it again, gives what was saved, if that begins with its
+        storage."""
+        shape, stride = self._parameter.shape, self._parameter.stride()
+        is_turned_back = self._shape == shape[::-1] and self._stride == stride[::-1]
+        return layout.is_dense(shape, stride) and (not self._is_turned or is_turned_back)
 
     def restore(self) -> Tensor:
         if self._parameter._version != self._version:
@@ -106,20 +102,29 @@ class Recast:
                 f"{self.call_path or ROOT} has changed since forward, so the cast cannot be made again. Run backward "
                 "before the optimizer's step, or attach with recast=False to keep casts"
             )
-        return self._parameter.detach().to(self._dtype).as_strided(self._shape, self._stride, 0)
+        cast = self._parameter.detach().to(self._dtype)
+        return cast.as_strided(self._shape, self._stride, 0) if self._is_turned else cast
 
 
 class StorageRecord:
-    """One storage that saved tensors refer to. Holding it weakly keeps its address from being handed out again."""
+    """One storage that saved tensors refer to. Holding it weakly keeps its address from being handed out again.
 
-    __slots__ = ("__weakref__", "_kept", "_raw", "entries", "nbytes", "unclaimed")
+    It is a weak reference to the storage and a lease of its raw bytes in one: every save has one.
+    """
+
+    __slots__ = ("__weakref__", "_kept", "_ledger", "_reference", "entries", "nbytes", "unclaimed")
 
     def __init__(self, storage: UntypedStorage, ledger: Ledger) -> None:
-        self.nbytes = storage.nbytes()
-        self._raw = (StorageWeakRef(storage), Lease(ledger, "raw", self.nbytes))
+        self._reference = storage._weak_ref()
+        self._ledger = ledger
+        self.nbytes = self.unclaimed = storage.nbytes()  # unclaimed: not yet attributed to a site
+        ledger.change("raw", self.nbytes)
         self._kept: weakref.ref[Lease] | None = None
         self.entries: dict[Any, weakref.ref[Entry]] = {}
-        self.unclaimed = self.nbytes  # raw bytes not yet attributed to a site
+
+    def __del__(self, free: Callable[..., Any] = UntypedStorage._free_weak_ref) -> None:
+        free(self._reference)
+        self._ledger.change("raw", -self.nbytes)
 
     def claim(self) -> int:
         """The storage's bytes for the first site that asks, nothing for the others."""
@@ -210,20 +215,23 @@ class Deduplicator:
         self._limit = 1024
 
     def record(self, tensor: Tensor) -> StorageRecord:
-        storage = tensor.untyped_storage()
-        ref = self._records.get(storage._cdata)
+        return self.record_of(tensor.untyped_storage())
+
+    def record_of(self, storage: UntypedStorage) -> StorageRecord:
+        cdata = storage._cdata
+        ref = self._records.get(cdata)
         record = ref() if ref is not None else None
         if record is None:
             if len(self._records) >= self._limit:  # doubled each time, so that a record costs the same however many
                 self._records = {cdata: ref for cdata, ref in list(self._records.items()) if ref() is not None}
                 self._limit = 2 * len(self._records) + 1024
             record = StorageRecord(storage, self._ledger)
-            self._records[storage._cdata] = weakref.ref(record)
+            self._records[cdata] = weakref.ref(record)
         return record
 
     def entry(self, tensor: Tensor, spec: TensorSpec, version: int) -> Entry:
         """The entry for the memory that ``tensor`` covers: dense views of one stretch share it whatever their shape."""
-        record = self.record(tensor)
+        record = self.record_of(tensor.untyped_storage())
         shape, stride = spec.shape, spec.stride
         geometry = tensor.numel() if layout.is_dense(shape, stride) else (shape, stride)
         key = (tensor.storage_offset(), geometry, spec.dtype, version)

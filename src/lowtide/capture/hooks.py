@@ -5,14 +5,12 @@ Numbers in brackets are the rules of docs/dataflow.md.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.capture import graph, identity, makers, needs
 from lowtide.capture.habits import Habit, Habits, Save, has_state, site_of
@@ -44,8 +42,6 @@ class Capture:
     ) -> None:
         modules = model.modules() if model is not None else ()
         self._buffer_owners = [module for module in modules if module._buffers]
-        self._casts: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._casts_limit = 64
         self._dedup = Deduplicator(ledger)
         self._settle, self._leave = settle, leave
         self._ledger = ledger
@@ -56,7 +52,7 @@ class Capture:
         self.scopes = Scopes(self._pack, _unpack, self._resolve_output, self._flush)
 
     def _pack(self, tensor: Tensor) -> Any:
-        scope, module, path = self.scopes.current(sys._getframe(1))
+        scope, module, path = self.scopes.current()
         if scope is None:  # an interrupted forward had left the hooks on; they are gone by now
             handle = _handle(tensor, module, path)
             handle.kept = Alias(tensor.detach(), tensor._version, None)
@@ -74,10 +70,8 @@ class Capture:
             if habit is not None and habit.fits(module, tensor) and not _is_special(tensor, habit.is_leaf, scope):
                 return self._take_as_usual(tensor, scope, path, habit)
         if tensor.requires_grad:
-            parameter = identity.cast_parameter(tensor)
-            if parameter is not None and self._can_recast(parameter, tensor):
-                return Recast(parameter, tensor, path)
-            return self._take(tensor, scope, module, path)
+            recast = self._recast_of(tensor, path) if self._recast else None
+            return recast if recast is not None else self._take(tensor, scope, module, path)
         return self._shortcut(tensor, scope, module, path) or self._take(tensor, scope, module, path)
 
     def _take_as_usual(self, tensor: Tensor, scope: Scope, path: str, habit: Habit) -> Handle:
@@ -91,7 +85,7 @@ class Capture:
         entry = self._enter(handle, tensor)
         entry.waiting.append(weakref.ref(handle))
         self._is_ready(scope, entry)
-        if not habit.is_leaf and scope.unresolved:
+        if not habit.is_leaf and scope.may_resolve:
             self._resolve(scope, [tensor.grad_fn], building=True)
         if scope.ready_nbytes > self._most_ready():
             self._settle_ready(scope, entry)
@@ -105,7 +99,7 @@ class Capture:
             self._wait(handle, tensor, scope, module)
         else:
             self._pass_through(handle, tensor, left)
-        if not handle.is_leaf and scope.unresolved and (left is None or left.leads_on):
+        if not handle.is_leaf and scope.may_resolve and (left is None or left.leads_on):
             self._resolve(scope, [tensor.grad_fn], building=True)
         if scope.ready_nbytes > self._most_ready() or module is None:
             self._settle_ready(scope, handle.entry)
@@ -113,7 +107,7 @@ class Capture:
 
     def hold(self, tensor: Tensor, op: str, field: str, need: Need) -> Handle:
         """Take in a tensor that no op saves now and that will be asked for all the same, under a name of its own."""
-        scope, module, path = self.scopes.current(sys._getframe(1))
+        scope, module, path = self.scopes.current()
         assert scope is not None, "only while something is recorded"
         handle = _handle(tensor, module, path)
         scope.packed += 1
@@ -147,14 +141,14 @@ class Capture:
         """Buffers and small statistics by a short way: with parameters, most saves of a net, if not most bytes [3]."""
         if not identity.is_plain(tensor):
             return None
-        storage = tensor.untyped_storage()._cdata
-        if storage in self._buffers(scope):
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._buffers(scope):
             return Passed(tensor, path)
-        if tensor.numel() * tensor.element_size() >= self._min_size or storage in scope.inputs:
+        if identity.unfit(tensor, self._min_size) is not identity.SMALL:
             return None
-        if identity.unfit(tensor, self._min_size) is not identity.SMALL or tensor._base is not None:
+        if storage._cdata in scope.inputs or tensor._base is not None:
             return None
-        record = self._dedup.record(tensor)
+        record = self._dedup.record_of(storage)
         lease, added = record.keep(self._ledger)
         name = self._small.get(path) or self._small.setdefault(path, f"{path or ROOT} ({identity.SMALL.reason})")
         kind_of_module = type(module).__name__ if module is not None else ""
@@ -244,18 +238,12 @@ class Capture:
         if not left.owned:
             self._leave(handle, left, added)
 
-    def _can_recast(self, parameter: Tensor, cast: Tensor) -> bool:
-        """Autocast caches casts for as long as it is on; one made before the parameter's last change is stale."""
-        if not self._recast or not Recast.fits(parameter, cast):
-            return False
-        storage = cast.untyped_storage()
-        seen = self._casts.get(storage._cdata)
-        if seen is None or seen[0].expired():
-            if len(self._casts) >= self._casts_limit:  # doubled each time, so that a cast costs the same however many
-                self._casts = {cdata: item for cdata, item in self._casts.items() if not item[0].expired()}
-                self._casts_limit = 2 * len(self._casts) + 64
-            seen = self._casts[storage._cdata] = (StorageWeakRef(storage), parameter._version)
-        return seen[1] == parameter._version
+    def _recast_of(self, tensor: Tensor, path: str) -> Recast | None:
+        parameter = identity.cast_parameter(tensor)
+        if parameter is None or tensor.storage_offset():
+            return None
+        recast = Recast(parameter, tensor, path)
+        return recast if recast.fits else None
 
     def _resolve_output(self, scope: Scope, output: Any) -> None:
         if scope.unresolved:

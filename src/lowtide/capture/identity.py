@@ -20,6 +20,7 @@ _VIEW_NODES = frozenset(
 ) | {"SqueezeBackward1"}  # fmt: skip
 _CAST_NODE = "ToCopyBackward0"
 _TRANSPOSE_NODE = "TBackward0"
+_CAST_OF = "lowtide.cast_of"
 _DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.bool, torch.int64})
 
 
@@ -81,7 +82,11 @@ def parameter_kind(tensor: Tensor) -> Left | None:
 
 
 def cast_parameter(tensor: Tensor) -> nn.Parameter | None:
-    """The parameter that ``tensor`` is a cast of, transposed at most, as autocast makes them; found by a short way."""
+    """The parameter that ``tensor`` is a cast of, transposed at most, as autocast makes them; found by a short way.
+
+    Autocast caches casts for as long as it is on: one made before the parameter's last change is stale, and None. The
+    version of which a cast was seen first is noted on the node that made it, which lives as long as the cast.
+    """
     node: Any = tensor.grad_fn
     name = type(node).__name__
     if name == _TRANSPOSE_NODE:
@@ -90,8 +95,11 @@ def cast_parameter(tensor: Tensor) -> nn.Parameter | None:
     if name != _CAST_NODE or tensor._version:
         return None
     leaf = node.next_functions[0][0]
-    is_leaf = type(leaf).__name__ == "AccumulateGrad"
-    return leaf.variable if is_leaf and _is_parameter(leaf.variable) else None
+    parameter = leaf.variable if type(leaf).__name__ == "AccumulateGrad" else None
+    if parameter is None or not _is_parameter(parameter):
+        return None
+    version: int = parameter._version
+    return parameter if node.metadata.setdefault(_CAST_OF, version) == version else None
 
 
 def parameter_behind(node: Any) -> nn.Parameter | None:
@@ -112,13 +120,13 @@ def unfit(tensor: Tensor, min_size: int) -> Left | None:
     """Whether ``tensor`` is of a kind that no codec takes, or too small to be worth one."""
     if type(tensor) is not Tensor:
         return SUBCLASS
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.dtype not in _DTYPES or tensor.is_quantized:
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.dtype not in _DTYPES:
         return DTYPE
-    if tensor.is_conj() or tensor.is_neg():
+    if tensor.is_neg():  # what may be conjugated is complex, and no codec takes that
         return LAZY
     if tensor.is_meta:
         return META
-    if tensor.numel() * tensor.element_size() < min_size:
+    if tensor.nbytes < min_size:
         return SMALL
     strides = tensor.stride()
     if 0 in strides and any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, strides, strict=True)):

@@ -66,23 +66,23 @@ class Known:
 def read(
     step: int,
     names: list[tuple[str, str]],
-    parts: list[Tensor],
+    parts: list[list[float]],
     known: list[Known],
     is_skipped: bool,
 ) -> Statistics:
     """Statistics from numbers that have arrived, and what the host knew before."""
-    found: dict[str, dict[str, Tensor]] = {}
+    found: dict[str, dict[str, list[float]]] = {}
     for (site, name), part in zip(names, parts, strict=True):
         found.setdefault(site, {})[name] = part
     loss = found.pop("", {}).get("loss")
     sites = {item.facts["site"]: _site(item, found.get(item.facts["site"], {})) for item in known}
-    return Statistics(step, sites, None if loss is None else float(loss), is_skipped)
+    return Statistics(step, sites, None if loss is None else loss[0], is_skipped)
 
 
-def _site(known: Known, parts: dict[str, Tensor]) -> SiteStatistics:
+def _site(known: Known, parts: dict[str, list[float]]) -> SiteStatistics:
     prefix = "channel."
-    channels = {name.removeprefix(prefix): part.tolist() for name, part in parts.items() if name.startswith(prefix)}
-    numbers = {name: float(part) for name, part in parts.items() if not name.startswith(prefix)}
+    channels = {name.removeprefix(prefix): part for name, part in parts.items() if name.startswith(prefix)}
+    numbers = {name: part[0] for name, part in parts.items() if not name.startswith(prefix)}
     numbers |= {name: number * number for name, number in numbers.items() if name in _ROOTS}
     claims = tuple(
         Claim(kind, numbers[f"sensitivity.{kind}"], numbers[f"energy.{kind}"], *known.weights.get(kind, (1, None)))

@@ -5,6 +5,7 @@ Numbers in brackets are the rules of docs/dataflow.md.
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 import weakref
@@ -50,6 +51,7 @@ class Scope:
         self.walker = graph.Walker()
         self.unresolved: dict[int, weakref.ref[Handle]] = {}  # by number
         self._unresolved_limit = 64
+        self._newest = self._first = 0  # the node that is being built, and the first save that waits for it
         self.calls: Counter[tuple[str, str, str]] = Counter()
         self.inputs: dict[int, StorageWeakRef] = {}
         self.buffers: set[int] | None = None
@@ -67,6 +69,15 @@ class Scope:
             self.unresolved = {number: ref for number, ref in self.unresolved.items() if ref() is not None}
             self._unresolved_limit = 2 * len(self.unresolved) + 64
         self.unresolved[number] = handle
+        newest = graph.next_sequence_nr()
+        if newest != self._newest:
+            self._newest, self._first = newest, number
+
+    @property
+    def may_resolve(self) -> bool:
+        """Whether a save waits whose node may be complete: those of the node that is being built cannot be found."""
+        oldest = next(iter(self.unresolved), None)
+        return oldest is not None and (oldest < self._first or graph.next_sequence_nr() != self._newest)
 
     def waits_for(self, handle: Handle) -> bool:
         ref = self.unresolved.get(handle.number)
@@ -100,13 +111,16 @@ class Scopes:
         self._resolve, self._close = resolve, close
         self._local = _Local()
         self._warned: set[str] = set()
+        self._calls: dict[str, int] = {}  # how deep below a call of a module, by its path, the surrounding one runs
+        self._saves: dict[str, int] = {}  # and how deep below a save the module runs that saves it
         self.on_forward: Callable[[Scope], None] = lambda scope: None
         self.regions: Regions | None = None
 
     def enter(self, module: nn.Module, path: str, inputs: Any, frame: FrameType) -> None:
         """A module is about to run; the outermost one opens a scope [2]."""
         local = self._local
-        self.drop_dead_frames(frame)
+        if local.stack and not self._is_below(local.stack[-1][2], self._calls, path):
+            self._drop_dead_frames(frame)
         if not local.stack and local.block is None and not self._open_for(inputs):
             return
         if local.scope is None and local.block is not None:
@@ -142,7 +156,10 @@ class Scopes:
             self.on_forward(scope)
 
     def is_running(self, module: nn.Module) -> bool:
-        return any(entry[0] is module for entry in self._local.stack)
+        stack = self._local.stack
+        if stack and stack[-1][0] is module:  # as a rule
+            return True
+        return any(entry[0] is module for entry in stack)
 
     def abandon(self) -> None:
         """Stop recording in this thread, in the middle of a forward if need be."""
@@ -167,25 +184,38 @@ class Scopes:
             self._pop(scope)
             self._close(scope)
 
-    def current(self, frame: FrameType) -> tuple[Scope | None, nn.Module | None, str]:
-        """The scope to record into, and the innermost module being run, for code that runs in ``frame``."""
+    def current(self) -> tuple[Scope | None, nn.Module | None, str]:
+        """The scope to record into, and the innermost module being run, for the code that calls this."""
         local = self._local
-        if local.stack and local.stack[-1][2] is not frame:
-            self.drop_dead_frames(frame)
-        module, path, _ = local.stack[-1] if local.stack else (None, "", None)
+        stack = local.stack
+        if stack and not self._is_below(stack[-1][2], self._saves, stack[-1][1]):
+            self._drop_dead_frames(sys._getframe(1))
+        module, path, _ = stack[-1] if stack else (None, "", None)
         return local.scope or local.block, module, path
 
-    def drop_dead_frames(self, frame: FrameType | None) -> None:
+    @staticmethod
+    def _is_below(frame: FrameType, depths: dict[str, int], path: str) -> bool:
+        """Whether ``frame`` is still on the stack.
+
+        Where it was found the last time, in ``depths``, is looked at first: to walk there costs an object for each call
+        on the way, at every save.
+        """
+        try:
+            if sys._getframe(depths.get(path, 0)) is frame:
+                return True
+        except ValueError:  # the stack is not that deep
+            pass
+        depth, running = 0, sys._getframe()
+        while running is not frame:
+            if running.f_back is None:
+                return False
+            depth, running = depth + 1, running.f_back
+        depths[path] = depth
+        return True
+
+    def _drop_dead_frames(self, frame: FrameType | None) -> None:
         """Unwind modules that were left without their exit hook, as KeyboardInterrupt does [10]."""
-        stack = self._local.stack
-        if not stack:
-            return
-        alive, innermost = frame, stack[-1][2]
-        while alive is not None and alive is not innermost:
-            alive = alive.f_back
-        if alive is not None:
-            return
-        running = set()
+        stack, running = self._local.stack, set()
         while frame is not None:
             running.add(frame)
             frame = frame.f_back

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from lowtide import bounds
-from lowtide.coding import blocks, layout, rans
+from lowtide.bounds import BoundRule, BoundSource
+from lowtide.coding import blocks, layout, rans, rans_fit
 from lowtide.coding.grid import Grid
+from lowtide.coding.survey import PIECES, survey
 from lowtide.errors import BoundError, DtypeError, PayloadError, UnknownNameError
-from lowtide.records import Bound, Encoded, TensorSpec
+from lowtide.records import Bound, Encoded, Need, TensorSpec
 
 __all__ = ["Sz"]
 
@@ -23,8 +25,6 @@ _CODERS = ("auto", "blocks", "rans")
 # Elements worked on at a time: few enough for the cache of a CPU, many elsewhere to have few launches.
 _SLAB_CPU, _SLAB = 1 << 17, 1 << 24
 _ZERO_SHARE = 1 / 64  # above it, "exactly zero" gets a code of its own
-_PIECES, _PIECE = 192, rans.SAMPLE_ROWS * rans.ROW  # of a sample
-_ZERO = torch.iinfo(torch.int16).max  # stands for zero in a sample of codes
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST_BITS = 9.0  # a value; where rans would need more, its alphabet is too small
 
@@ -109,32 +109,29 @@ class Sz:
         grid = self.grid(x, bound)
         return self.fit(grid, self.survey(x, grid).cpu(), x.numel(), zero_code)
 
-    def survey(self, x: Tensor, grid: Grid, *, pieces: int = _PIECES) -> Tensor:
+    def measure(self, x: Tensor, source: BoundSource, need: Need) -> tuple[Bound, Grid] | None:
+        """What ``source`` says of ``x`` and the grid it leads to, where the host knows both; None elsewhere."""
+        axes = need.axes(x.dim())
+        if axes or not isinstance(source, BoundRule) or source.unit != "absolute":
+            return None
+        return source.resolve(x, need), Grid.uniform(source.value, x.dtype, x.device, self.rounding)
+
+    def survey(self, x: Tensor, grid: Grid, *, pieces: int = PIECES) -> Tensor:
         """Codes of a sample, as int16 on the device of ``x``, with a mark for zeros; nothing waits for them."""
-        flat = layout.memory_view(x)
-        if not flat.numel():
-            return torch.zeros(0, dtype=torch.int16, device=x.device)
-        pieces = max(1, min(pieces, flat.numel() // _PIECE))
-        stride = max(flat.numel() // pieces // rans.ROW * rans.ROW, 1)
-        start = torch.arange(pieces, device=x.device) * stride
-        index = (start.unsqueeze(1) + torch.arange(_PIECE, device=x.device)).flatten() % flat.numel()
-        sample = flat[index]
-        q, _ = grid.quantise(sample, index, TensorSpec.of(x), 0)
-        return torch.where(sample == 0, _ZERO, q).to(torch.int16)
+        return survey(layout.memory_view(x), TensorSpec.of(x), grid, pieces=pieces)
 
     def fit(
         self, grid: Grid, sample: Tensor, count: int, zero_code: bool | None = None, before: Plan | None = None
     ) -> Plan:
         """A plan from a survey, once it has reached the CPU; ``before`` is the plan that it follows."""
-        zero = sample == _ZERO
         if zero_code is None:
-            share = float(zero.double().mean()) if sample.numel() else 0.0
-            zero_code = self.rounding == "dither" and share > _ZERO_SHARE
+            zeros = int((sample == rans.ZERO_CODE).sum())
+            zero_code = self.rounding == "dither" and zeros > _ZERO_SHARE * sample.numel()
         zero_code = zero_code or self.keep_zeros
         if self.coder != "rans" or not sample.numel():
             return Plan(grid, zero_code, None)
         known = before.model if before is not None else None
-        model = rans.fit(sample.int() * ~zero, zero if zero_code else None, count, known)
+        model = rans_fit.fit(sample, count, known, zero_code=zero_code)
         if model.bits > _MOST_BITS:
             return Plan(grid, zero_code, None)
         freqs = model.freqs.pin_memory() if grid.step.is_cuda else model.freqs

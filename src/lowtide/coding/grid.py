@@ -22,8 +22,10 @@ Without dither b is 128 and x' is 256 q * s: nearest rounding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -38,6 +40,8 @@ _MARGIN_NEAREST = 2.0**-7  # on top: then X / 256 is rounded where X was rounded
 _REACH = {torch.float32: MAX_CODE, torch.float16: 7, torch.bfloat16: 8}
 _SMALLEST_HALF = 2.0**-12  # of float16: its subnormal numbers have fewer bits than the margin assumes
 
+
+_KINDS = (torch.bfloat16, torch.float32, torch.float32)  # of step, inverse and promised
 
 _Pick = Callable[[Tensor], Tensor]
 
@@ -63,9 +67,19 @@ class Grid:
     ) -> Grid:
         """The grid of a bound; ``mean`` has a number for each of its values."""
         value = bound.value.to(device=device, dtype=torch.float64).flatten()
+        value = value.nan_to_num(nan=0.0).clamp_(min=0.0)
         step = _step(value, dtype, rounding)
         centre = None if mean is None else _centre(mean.flatten(), step, dtype)
         return cls(bound.axes, rounding, step.to(torch.bfloat16), centre, 256.0 / step, _down32(value))
+
+    @classmethod
+    def uniform(cls, value: float, dtype: torch.dtype, device: torch.device, rounding: str) -> Grid:
+        """The same for one bound that the host knows: it does the arithmetic, and a device is told the results."""
+        numbers = _numbers(value, dtype, rounding)
+        step, inverse, promised = (
+            torch.full((1,), number, dtype=kind, device=device) for number, kind in zip(numbers, _KINDS, strict=True)
+        )
+        return cls((), rounding, step, None, inverse, promised)
 
     def quantise(self, x: Tensor, index: Tensor | range, spec: TensorSpec, seed: int) -> tuple[Tensor, Tensor]:
         """Codes (int32) and which elements must be stored exactly, for the elements at ``index`` in memory order.
@@ -132,10 +146,19 @@ def farthest_centre(dtype: torch.dtype) -> int:
     return 256 if dtype.itemsize > 2 else 4
 
 
+@lru_cache(maxsize=1024)
+def _numbers(value: float, dtype: torch.dtype, rounding: str) -> tuple[float, float, float]:
+    """Step, inverse and promise of one bound; bounds that follow statistics come from a coarse grid of numbers."""
+    bound = Bound(torch.tensor(value, dtype=torch.float64, device="cpu"))  # whatever device a user has made the default
+    grid = Grid.of(bound, dtype, bound.value.device, rounding)
+    assert grid.inverse is not None and grid.promised is not None
+    return grid.step.item(), grid.inverse.item(), grid.promised.item()
+
+
 def _centre(mean: Tensor, step: Tensor, dtype: torch.dtype) -> Tensor:
     most = farthest_centre(dtype)
-    centre = torch.round(mean.float() / step)
-    return torch.where(centre.isfinite(), centre, 0.0).clamp(-most, most).to(torch.bfloat16)
+    centre = (mean.float() / step).round_().nan_to_num_(0.0, 0.0, 0.0)
+    return centre.clamp_(-most, most).to(torch.bfloat16)
 
 
 def scale(dtype: torch.dtype, rounding: str) -> tuple[float, float, float]:
@@ -149,12 +172,12 @@ def scale(dtype: torch.dtype, rounding: str) -> tuple[float, float, float]:
 def _step(value: Tensor, dtype: torch.dtype, rounding: str) -> Tensor:
     """The step that serves each bound, exact in bfloat16; zero where no grid can keep the promise."""
     largest, factor, smallest = scale(dtype, rounding)
-    wanted = torch.where(value > 0, value, 0).clamp(max=largest) * factor
-    bits = _down32(wanted).view(torch.int32) & -(1 << 16)
-    step = bits.view(torch.float32)
-    return torch.where(step >= smallest, step, 0.0)
+    wanted = value.clamp(max=largest).mul_(factor)
+    step = (wanted.view(torch.int64) & -(1 << 45)).view(torch.float64)  # 7 of 52 bits, as in bfloat16: towards zero
+    return torch.threshold(step, math.nextafter(smallest, 0), 0.0).float()
 
 
 def _down32(value: Tensor) -> Tensor:
+    """Towards zero, for values from zero on: the float before it is the one whose bits are one less."""
     narrow = value.float()
-    return torch.where(narrow.double() > value, torch.nextafter(narrow, torch.zeros_like(narrow)), narrow)
+    return torch.add(narrow.view(torch.int32), narrow > value, alpha=-1).view(torch.float32)

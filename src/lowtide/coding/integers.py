@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.coding import blocks, rans
+from lowtide.coding import blocks, rans, rans_fit
 from lowtide.errors import PayloadError, UnknownNameError
 from lowtide.records import Encoded
 
 CODERS = ("blocks", "rans")
 _FEW = 1 << 15  # below, fitting a table for ``rans`` costs more time than it saves bytes
-_PIECES, _PIECE = 192, rans.SAMPLE_ROWS * rans.ROW  # of a sample
+_PIECES = 768  # of a sample
 _MOST_BITS = 9.0  # an integer; where rans would need more, its alphabet is too small
 _RANS_PARTS = {"heads": torch.int32, "words": torch.int32, "freqs": torch.int16}
 _SLAB_CPU, _SLAB = 1 << 17, 1 << 24  # integers that ``blocks`` works on at a time, in whole chunks
@@ -89,10 +89,11 @@ def _slabs(codes: Tensor) -> Iterator[slice]:
 
 def _fit(codes: Tensor) -> rans.Model | None:
     """A model of evenly spaced pieces; None where no alphabet of ``rans`` suits them."""
-    pieces = max(1, min(_PIECES, codes.numel() // _PIECE))
+    pieces = max(1, min(_PIECES, codes.numel() // rans_fit.PIECE))
     start = torch.arange(pieces, device=codes.device) * (codes.numel() // pieces)
-    index = (start.unsqueeze(1) + torch.arange(_PIECE, device=codes.device)).flatten() % codes.numel()
-    model = rans.fit(codes[index].int().cpu(), None, codes.numel())
+    index = (start.unsqueeze(1) + torch.arange(rans_fit.PIECE, device=codes.device)).flatten() % codes.numel()
+    sample = codes[index].short().cpu().clamp_(max=rans.ZERO_CODE - 1)
+    model = rans_fit.fit(sample, codes.numel(), zero_code=False)
     if model.bits > _MOST_BITS:
         return None
     return rans.Model(model.alphabet, model.freqs.to(codes.device), model.bits)

@@ -33,15 +33,8 @@ from lowtide.errors import PayloadError
 LANES = 32
 ROW = 4 * LANES
 SCALE = 4096
-ROWS = {4: 128, 3: 96, 2: 64, 1: 32}  # a chunk, for 4, 3, 2 or 1 values a symbol
-SAMPLE_ROWS = 12  # rows that hold whole symbols, whatever their size
-_LARGEST = {4: 4, 3: 6, 2: 16, 1: 256}
 _LOW = 1 << 15
 ZERO_CODE = 4096
-_ESCAPE_BITS = 32
-_STATE_BITS = 24  # a lane: of the 32 that are stored, about 8 carry symbols
-_FEWEST_ROWS, _MANY_CHUNKS = 32, 2048
-_MANY_ESCAPES = {4: 2e-4, 3: 2e-4, 2: 4e-3}  # of all values: a lane that meets one keeps its warp waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +49,7 @@ class Alphabet:
     rows: int
 
     def __post_init__(self) -> None:
-        fits = self.values in _LARGEST and self.size >= 2 and self.symbols <= 256 and 0 <= self.fill < self.size
+        fits = 1 <= self.values <= 4 and self.size >= 2 and self.symbols <= 256 and 0 <= self.fill < self.size
         if not fits or not 0 < self.rows <= 512 or self.rows % (3 if self.values == 3 else 4):
             raise PayloadError(f"no alphabet of rans: {asdict(self)}")
 
@@ -95,96 +88,6 @@ class Model:
     alphabet: Alphabet
     freqs: Tensor
     bits: float  # a value, as estimated from the sample that the model was made from
-
-
-def fit(q: Tensor, zero: Tensor | None, count: int, before: Model | None = None) -> Model:
-    """The model for tensors of ``count`` values of which ``q`` (and where they are zero) are a sample, on the CPU.
-
-    More values a symbol are faster and fewer can be smaller: the most that cost at most 2 % over the least. As many as
-    ``before`` if that still does as well as it did: each number of values has kernels of its own to compile. And its
-    very alphabet if another would gain less than 1 %: a captured graph can change its shares, but not its alphabet.
-    """
-    if before is not None:
-        model = _fit(q, zero, before.alphabet.values, count)
-        if model.bits <= before.bits * 1.1:
-            return _keep_alphabet(q, zero, model, before.alphabet)
-    models = [_fit(q, zero, values, count) for values in _LARGEST]
-    least = min(model.bits for model in models)
-    return next(model for model in models if model.bits <= least * 1.02 + 0.002)
-
-
-def _keep_alphabet(q: Tensor, zero: Tensor | None, model: Model, alphabet: Alphabet) -> Model:
-    """The model with ``alphabet``, if it has the same symbols and chunks and takes hardly more than ``model``."""
-    new = model.alphabet
-    if alphabet == new or (alphabet.zero, alphabet.rows) != (new.zero, new.rows):
-        return model
-    kept = _model(alphabet, alphabet.digits(q, zero))
-    return kept if kept.bits <= model.bits * 1.01 else model
-
-
-def _fit(q: Tensor, zero: Tensor | None, values: int, count: int) -> Model:
-    rows = ROWS[values]
-    while rows // 2 >= _FEWEST_ROWS and count < rows * ROW * _MANY_CHUNKS:  # small tensors: keep all of a GPU at work
-        rows //= 2
-    size, low = _window(q, zero, _LARGEST[values])
-    digits = Alphabet(values, size, low, zero is not None, 0, rows).digits(q, zero)
-    seen = torch.bincount(digits[digits >= 0], minlength=size).double()
-    return _model(Alphabet(values, size, low, zero is not None, int(seen.argmax()), rows), digits)
-
-
-def _model(alphabet: Alphabet, digits: Tensor) -> Model:
-    """The shares of the symbols of an alphabet, from the digits that a sample has in it."""
-    values, size = alphabet.values, alphabet.size
-    known = digits + (digits < 0) * (alphabet.fill + 1)  # outside of the alphabet a digit is -1
-    symbols = alphabet.symbols_of(_sequences(known).unflatten(-1, (-1, values)))
-    joint = torch.bincount(symbols.flatten(), minlength=alphabet.symbols).double()
-    alone = torch.bincount(known, minlength=size).double() / known.numel()
-    product = torch.ones(1, dtype=torch.float64)
-    for _ in range(values):  # digit 0 varies fastest
-        product = (alone.unsqueeze(1) * product).flatten()
-    share = joint / joint.sum() * 0.9 + product * 0.1
-    freqs = normalise(share, alphabet.fill_symbol)
-    length = torch.where(freqs > 0, -torch.log2(freqs.clamp(min=1) / SCALE), float(_ESCAPE_BITS * values))
-    outside = float((digits < 0).double().mean())
-    if outside > _MANY_ESCAPES.get(values, 1.0):
-        outside = 1.0
-    bits = float((share * length).sum()) / values + outside * _ESCAPE_BITS + LANES * _STATE_BITS / alphabet.chunk
-    return Model(alphabet, freqs.to(torch.int16), bits)
-
-
-def _window(q: Tensor, zero: Tensor | None, largest: int) -> tuple[int, int]:
-    """How many digits, and the first code: the run of codes that leaves out the least at the lowest cost."""
-    coded = q if zero is None else q[~zero]
-    counts = torch.bincount((coded.clamp(-255, 255) + 255).long(), minlength=511).double() / max(q.numel(), 1)
-    sums = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    reserved = int(zero is not None)
-    best = (float("inf"), 2, 0)
-    for size in (*range(2, min(largest, 16) + 1), *range(20, min(largest, 64) + 1, 4), *range(80, largest + 1, 16)):
-        inside = sums[size - reserved :] - sums[: 511 - (size - reserved) + 1]
-        start = int(inside.argmax())
-        # A digit more costs a little whether it is used or not; leaving values out costs them an escape each.
-        cost = float(sums[-1] - inside[start]) * 4 * _ESCAPE_BITS + size * 0.002 * (16 / largest)
-        best = min(best, (cost, size, start - 255))
-    return best[1], best[2]
-
-
-def normalise(share: Tensor, always: int) -> Tensor:
-    """Shares as integers that sum to 4096; what is rarer than 2**-22 gets none, except the symbol ``always``."""
-    used = share > 2.0**-22
-    used[always] = True
-    if int(used.sum()) < 2:  # a single symbol would need all 4096, which 12 bits do not hold
-        used[0 if always else 1] = True
-    freqs = torch.where(used, (share * SCALE).round().long().clamp(min=1), 0)
-    while int(freqs.sum()) != SCALE:
-        surplus = int(freqs.sum()) - SCALE
-        largest = int(freqs.argmax())
-        freqs[largest] -= min(surplus, int(freqs[largest]) // 2) if surplus > 0 else surplus
-    return freqs
-
-
-def _sequences(values: Tensor) -> Tensor:
-    """Whole groups of 12 rows as (groups * lanes, 48) in the order of each lane."""
-    return values.view(-1, SAMPLE_ROWS, LANES, 4).transpose(1, 2).reshape(-1, SAMPLE_ROWS * 4)
 
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -67,8 +67,9 @@ class SzCuda(SzTwin):
         return replace(plan, model=None) if count < _SMALL else plan
 
     def measure(self, x: Tensor, source: BoundSource, need: Need) -> tuple[Bound, Grid] | None:
-        """What ``source`` says of ``x``, and the grid it leads to, in one launch; None where that does not reach."""
-        return _rows.measure(x, source, need.axes(x.dim()), self.codec.rounding)
+        """What ``source`` says of ``x``, and the grid it leads to, in few launches; None where that does not reach."""
+        axes = need.axes(x.dim())
+        return _rows.measure(x, source, axes, self.codec.rounding) if axes else SzTwin.measure(self, x, source, need)
 
     def encode(
         self,
@@ -142,7 +143,8 @@ class SzCuda(SzTwin):
         self, x: Tensor, ready: _Ready, seed: int, capacity: int, ticket: Tensor, replay: Replay | None = None
     ) -> Encoded:
         job, index = ready.encoding, ready.index
-        buffer = torch.empty(job.words_from + capacity, dtype=torch.int32, device=x.device)
+        words = job.words_from + capacity
+        buffer = torch.empty(words, dtype=torch.int32, device=x.device)
         heads_at = buffer.data_ptr()
         headers_at, words_at = heads_at + 4 * job.headers_from, heads_at + 4 * job.words_from
         stream = current_stream(index)
@@ -170,7 +172,7 @@ class SzCuda(SzTwin):
         )
         hint = _Hint(
             ready.decoding, step_at, centre_at, freqs_at, words_at, heads_at, headers_at, capacity, low, high,
-            buffer.nbytes + ready.nbytes, replay,
+            4 * words + ready.nbytes, replay,
         )  # fmt: skip
         object.__setattr__(encoded, "hint", hint)
         return encoded
@@ -346,9 +348,9 @@ class _Hint:
 
 def _keys(seed: int) -> tuple[int, int]:
     """The keys of the dither as the kernels want them: the second one mixed with itself."""
-    low, high = dither.keys(seed)
-    high &= 0xFFFFFFFF
-    return low & 0xFFFFFFFF, high ^ high >> 15
+    mixed = dither.mix64(seed)
+    high = mixed >> 32
+    return mixed & 0xFFFFFFFF, high ^ high >> 15
 
 
 def _words(encoded: Encoded) -> int:

@@ -7,9 +7,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from lowtide.bounds import BoundSource
 from lowtide.codecs.sz import Plan, Sz, require_zeros
 from lowtide.coding.grid import Grid
-from lowtide.records import Bound, Encoded
+from lowtide.records import Bound, Encoded, Need
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,9 @@ class SzTwin:
 
     def grid(self, x: Tensor, bound: Bound | None) -> Grid:
         return self.codec.grid(x, bound)
+
+    def measure(self, x: Tensor, source: BoundSource, need: Need) -> tuple[Bound, Grid] | None:
+        return self.codec.measure(x, source, need)
 
     def survey(self, x: Tensor, grid: Grid, **options: int) -> Tensor:
         return self.codec.survey(x, grid, **options)

@@ -31,14 +31,16 @@ class Workspace:
         self._words = torch.zeros(1 << 16, dtype=torch.int64, device=device)
         self._spill = torch.empty(SLOTS * _SLOT_NBYTES, dtype=torch.uint8, device=device)
         self._epoch = 0
+        self._addresses = self._words.data_ptr(), self._spill.data_ptr()
 
     def next(self, grid: int) -> tuple[int, int, int]:
         """The addresses of the words and of the slots, and the epoch, for ``grid`` blocks that look back."""
         if grid + _COUNTERS > self._words.numel() or self._epoch == _LAST_EPOCH:
             self._words = torch.zeros(max(2 * grid, self._words.numel()), dtype=torch.int64, device=self._words.device)
             self._epoch = 0
+            self._addresses = self._words.data_ptr(), self._spill.data_ptr()
         self._epoch += 1
-        return self._words.data_ptr(), self._spill.data_ptr(), self._epoch
+        return *self._addresses, self._epoch
 
 
 class Workspaces:

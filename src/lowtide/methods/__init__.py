@@ -15,7 +15,7 @@ class Method(Protocol):
 
     Three things more a method may have, for where ``attach`` is not told otherwise. ``store()`` makes the store for its
     payloads; without it they wait on the device. ``regions()`` says which modules are run again in backward.
-    ``remakes`` says that a tensor may be made again from another one that is held under the same rules: True by default.
+    ``remakes`` says that tensors may be made again from others that are held under the same rules: True by default.
     """
 
     def values(self) -> Codec | None:

@@ -1,0 +1,97 @@
+"""Models against a slow count of a sample, symbol by symbol."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowtide.coding import rans, rans_fit
+from lowtide.coding.rans import Alphabet
+
+COUNT = 1 << 26
+
+
+def codes(scale: float, *, zeros: float = 0.0) -> Tensor:
+    """Values that resemble their neighbours in a row, as those of images do."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(20 * rans_fit.PIECE, generator=generator)
+    x[1:] += x[:-1].clone()
+    q = (x * scale).round().to(torch.int16)
+    return torch.where(torch.rand(q.shape, generator=generator) < zeros, rans.ZERO_CODE, q).to(torch.int16)
+
+
+def symbols(sample: Tensor, alphabet: Alphabet) -> list[int]:
+    """Lane after lane as the format has it: four values of each row in turn."""
+    lanes = sample.view(-1, rans_fit.SAMPLE_ROWS, rans.LANES, 4).transpose(1, 2).reshape(-1).tolist()
+    digits = []
+    for code in lanes:
+        is_zero = code == rans.ZERO_CODE
+        digit = (0 if is_zero else code) - alphabet.low + alphabet.zero
+        fits = alphabet.zero <= digit < alphabet.size
+        digits.append(0 if is_zero and alphabet.zero else digit if fits else alphabet.fill)
+    turns = range(0, len(digits), alphabet.values)
+    return [sum(digits[at + k] * alphabet.size**k for k in range(alphabet.values)) for at in turns]
+
+
+@pytest.mark.parametrize("values", rans_fit.LARGEST)
+@pytest.mark.parametrize("zero_code", [False, True], ids=["no_zero", "zero"])
+@pytest.mark.parametrize("low", [-1, 0, 250, -260], ids=str)
+def test_shares_are_those_of_the_symbols(values: int, zero_code: bool, low: int) -> None:
+    """But for 3 %, as if digits were independent; within two slots of 4096. The most common one has what is left."""
+    sample = codes(rans_fit.LARGEST[values] / 10, zeros=0.3)
+    alphabet = Alphabet(values, rans_fit.LARGEST[values], low, zero_code, 1, rans_fit.ROWS[values])
+    model = rans_fit.Sample(sample, zero_code).model(alphabet)
+    found = symbols(sample, alphabet)
+    counted, freqs = Counter(found), model.freqs.tolist()
+    digits = [[symbol // alphabet.size**k % alphabet.size for k in range(values)] for symbol in found]
+    alone = Counter(digit for symbol in digits for digit in symbol)
+    assert sum(freqs) == rans.SCALE
+    for symbol, times in counted.most_common()[1:]:
+        parts = [symbol // alphabet.size**k % alphabet.size for k in range(values)]
+        independent = math.prod(alone[digit] / sample.numel() for digit in parts)
+        wanted = 0.97 * times / len(found) + 0.03 * independent
+        assert abs(freqs[symbol] - wanted * rans.SCALE) <= 2
+
+
+@pytest.mark.parametrize("zero_code", [False, True], ids=["no_zero", "zero"])
+@pytest.mark.parametrize("centre", [0, -9, 251, -252])
+def test_an_alphabet_is_the_run_that_leaves_out_the_least(zero_code: bool, centre: int) -> None:
+    """Against all runs of its size. No alphabet has codes 256 steps from zero, or farther."""
+    sample = codes(2.0, zeros=0.2)
+    sample = torch.where(sample == rans.ZERO_CODE, sample, sample + centre)
+    counted = Counter(sample.tolist())
+    zeros = counted.pop(rans.ZERO_CODE)
+    if not zero_code:
+        counted[0] += zeros
+    for values in rans_fit.LARGEST:
+        found = rans_fit.Sample(sample, zero_code).alphabet(values, COUNT)
+        run = found.size - zero_code
+        kept = {low: sum(counted[low + k] for k in range(run)) for low in range(-255, 257 - run)}
+        assert kept[found.low] == max(kept.values())
+        inside = kept[found.low] + (zeros if zero_code else 0)
+        assert rans_fit.Sample(sample, zero_code).outside(found) == pytest.approx(
+            1 - inside / sample.numel(), abs=1e-12
+        )
+
+
+@pytest.mark.parametrize("scale", [0.2, 0.6, 1.5, 8.0])
+def test_no_number_of_values_that_was_passed_over_would_have_been_chosen(scale: float) -> None:
+    """The rule, applied to all of them: the most values that cost at most 2 % over the least."""
+    sample = rans_fit.Sample(codes(scale), zero_code=False)
+    models = [sample.model(sample.alphabet(values, COUNT)) for values in rans_fit.LARGEST]
+    least = min(model.bits for model in models)
+    wanted = next(model for model in models if model.bits <= 1.02 * least + 0.002)
+    assert rans_fit.fit(codes(scale), COUNT, zero_code=False).alphabet == wanted.alphabet
+
+
+def test_bits_are_what_the_symbols_take() -> None:
+    """The length of every symbol by its share, and for each value its part of what a chunk stores of its lanes."""
+    sample = codes(1.0)
+    model = rans_fit.fit(sample, COUNT, zero_code=False)
+    freqs = model.freqs.tolist()
+    taken = sum(12 - math.log2(freqs[symbol]) for symbol in symbols(sample, model.alphabet)) / sample.numel()
+    assert model.bits == pytest.approx(taken + 24 * rans.LANES / model.alphabet.chunk, rel=0.02)
