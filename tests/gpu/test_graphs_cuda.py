@@ -25,6 +25,7 @@ pytestmark = [
 ]
 PRECISIONS = pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 WARMUP = 5
+FAMILIES = ("linear", "norm", "attention", "product", "pointwise", "log_probability")
 
 
 class Run:
@@ -162,7 +163,7 @@ def test_replays_have_the_noise_of_eager_steps_and_dither_of_their_own(
 def test_beside_the_step_gradients_are_the_same(coder: str, name: str, bf16: bool) -> None:
     """Without dither, and with bounds that are numbers, two graphs store the same values: a race would show."""
     run = Run(name, bf16=bf16, batch=64)
-    tide = run.attach("fixed", rounding="nearest", coder=coder, linear=0.05, norm=0.05, attention=0.05)
+    tide = run.attach("fixed", rounding="nearest", coder=coder, **dict.fromkeys(FAMILIES, 0.05))
     steps = [tide.graph(run.step, warmup=WARMUP, refresh=64, beside=beside) for beside in (False, True)]
     for step in steps:
         warm_up(run, step)

@@ -12,7 +12,7 @@ from torch import Tensor
 import lowtide
 from lowtide.app import zoo
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning")]
 
 
 def test_the_kernel_of_norms() -> None:

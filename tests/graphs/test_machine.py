@@ -154,8 +154,9 @@ def test_a_step_that_fails_ends_its_capture(driver):
     def refuse() -> None:
         raise GraphError("no such codec")
 
-    with pytest.raises(GraphError, match=r"^no such codec$"):
+    with pytest.raises(GraphError) as caught:
         machine.capture(refuse, None)
+    assert str(caught.value) == "no such codec"
 
 
 @pytest.mark.parametrize("where", ["in CUDA", "in torch"])
@@ -186,12 +187,18 @@ def test_an_error_does_not_keep_what_the_step_had(driver):
     """Tensors of the step have gradients that belong to the stream of the capture."""
     machine, driver.grows, there = Cuda(DEVICE), [0, 0], []
 
-    def step(error: Exception) -> None:
+    def step(kind: type[Exception]) -> None:
         tensor = torch.ones(3)
         there.append(weakref.ref(tensor))
-        raise error
 
-    for error in (ValueError("so"), GraphError("no such codec")):
-        with pytest.raises(GraphError) as caught:
-            machine.capture(lambda error=error: step(error), None)
-        assert caught.value is not None and there[-1]() is None
+        def inner() -> None:  # as in the calls of modules: a frame keeps its function, and that what it encloses
+            raise kind(f"no tensor of {tensor.numel()} values")
+
+        inner()
+
+    for kind in (ValueError, GraphError):
+        with pytest.raises(GraphError, match="no tensor of 3 values") as caught:
+            machine.capture(lambda kind=kind: step(kind), None)
+        gc.collect()
+        assert there[-1]() is None
+        assert 'raise kind(f"no tensor' in caught.value.__notes__[0], "where it happened is told in words"

@@ -107,6 +107,23 @@ class CudaGraph:
         generator.graphsafe_set_state(generator.clone_state())  # the same numbers to come, from a state outside of it
 
 
+def _refusal(error: BaseException) -> GraphError:
+    """What is raised instead of ``error``: it tells where that came from, but keeps nothing of it.
+
+    A traceback has the functions that ran, and they have the step's tensors: nodes of autograd would stay that belong
+    to the stream of the capture.
+    """
+    text = str(error)
+    if not isinstance(error, GraphError):
+        text = (
+            f"the step could not be captured in a CUDA graph: {text}. Inside of it nothing may wait for the device (no "
+            ".item(), .cpu(), print of a tensor), and only pinned memory of the host can be copied"
+        )
+    refusal = GraphError(text)
+    refusal.add_note("".join(traceback.format_exception(error)))
+    return refusal
+
+
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
     """Garbage that is found during a capture may hold events, memory and graphs, which nobody may touch then."""
@@ -147,14 +164,14 @@ class Cuda:
         assert before is None or isinstance(before, CudaGraph)
         if before is None or self._free() < _SPARE * before.nbytes:
             torch.cuda.empty_cache()  # as long as a graph is captured, torch gives nothing back
-        graph, cause = CudaGraph(self._device, before), None
+        graph, failed = CudaGraph(self._device, before), None
 
         def run() -> Any:
-            nonlocal cause
+            nonlocal failed
             try:
                 return body()
             except BaseException as error:
-                cause = error
+                failed = _refusal(error)
                 raise
 
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -162,14 +179,8 @@ class Cuda:
             with torch.cuda.stream(self._stream):
                 return graph, graph.record(run)
         except Exception as error:
-            # Who keeps the error would keep the step's tensors, and with them gradients that belong to this stream.
-            traceback.clear_frames((cause or error).__traceback__)
-            if isinstance(cause, GraphError):
-                raise cause from None
-            raise GraphError(
-                f"the step could not be captured in a CUDA graph: {cause or error}. Inside of it nothing may wait for "
-                "the device (no .item(), .cpu(), print of a tensor), and only pinned memory of the host can be copied"
-            ) from (cause or error)
+            failed = failed or _refusal(error)
+        raise failed
 
     def random(self) -> int:
         """Where the generator stands, which a replay moves on as an eager step does."""
