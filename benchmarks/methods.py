@@ -2,6 +2,7 @@
 
     PYTHONPATH=src python benchmarks/methods.py resnet50 --batch 256 --precision tf32,bf16 --plot methods.svg
     PYTHONPATH=src python benchmarks/methods.py resnet18 --tiny --device cpu --batch 8 --methods division,gact
+    PYTHONPATH=src python benchmarks/methods.py resnet50 --precision tf32 --rows benchmarks/results/methods.csv
 
 Time and memory are measured as by ``lowtide bench step`` (docs/bench.md), plain training first, and after one step in
 which promises are checked. Noise is measured at the weights that a method has trained to by then, over ``--batches``
@@ -14,12 +15,14 @@ With graph=true, as in "division(graph=true)", time and peak are those of a step
 noise is that of eager steps.
 A method whose first step takes longer than ``--patience`` is left out, with a message and a row. Dropout draws the same
 masks each time. Methods that set themselves get ``--warm`` steps to do so; the default methods are all of them, with
-periods short enough for that. Rows are appended to a CSV file.
+periods short enough for that. Rows are appended to a CSV file; with ``--rows`` nothing is measured, and the newest row
+of each method in such a file is shown, and drawn with ``--plot``.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import gc
 import math
 import sys
@@ -73,12 +76,47 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--warm", type=int, default=18, help="untimed steps before them (default: %(default)s)")
     add("--channels-last", action="store_true", help="channels_last for conv nets (in bf16 they are in any case)")
     add("--plot", type=Path, metavar="PATH", help="draw memory against noise into an SVG file")
+    add("--rows", type=Path, metavar="PATH", help="show the newest rows of a file instead of measuring")
     arguments.add_model(parser)
     arguments.add_shared(parser, out="benchmarks/results/methods.csv")
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     """One row for each method in each precision."""
+    rows = measure_all(options) if options.rows is None else newest(options)
+    print("\n".join(show(rows)))
+    if options.plot:
+        options.plot.write_text(draw(rows), encoding="utf-8")
+    return rows
+
+
+def newest(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The last row of each method that went well, for the model, the batch and the precisions that are asked for."""
+    precisions = specs.choose("precision", options.precision, workload.PRECISIONS)
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    try:
+        with options.rows.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except OSError as error:
+        raise specs.UsageError(f"no rows can be read from {options.rows}: {error.strerror}") from None
+    for row in rows:
+        is_asked_for = row["model"] == options.model and row["batch"] == str(options.batch) and row["ok"] == "True"
+        if is_asked_for and row["precision"] in precisions:
+            found.pop((row["precision"], row["method"]), None)
+            found[row["precision"], row["method"]] = {name: as_number(cell) for name, cell in row.items() if cell}
+    if not found:
+        raise specs.UsageError(f"{options.rows} has no row of {options.model}, batch {options.batch}")
+    return sorted(found.values(), key=lambda row: (precisions.index(row["precision"]), row.get("noise_share", 0.0)))
+
+
+def as_number(cell: str) -> Any:
+    try:
+        return float(cell)
+    except ValueError:
+        return cell
+
+
+def measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     arguments.require_positive(options, "batch", "repeats")
     if options.batches < 2:
         raise specs.UsageError(f"noise from batch to batch needs 2 or more --batches, got {options.batches}")
@@ -105,9 +143,6 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-    print("\n".join(show(rows)))
-    if options.plot:
-        options.plot.write_text(draw(rows), encoding="utf-8")
     return rows
 
 
@@ -235,14 +270,35 @@ def amount(value: int | None) -> str:
     return "" if value is None else size(value)
 
 
+Box = tuple[float, float, float, float]  # left, top, right, bottom
+LINE = 15.0  # of text
+
+
+def find_place(x: float, y: float, length: float, width: float, taken: list[Box]) -> Box:
+    """For the name of the point (x, y): beside it, or as far above or below as others leave room."""
+    for rows in range(40):
+        for up in (rows, -rows):
+            for left in (x + 7, x - 7 - length):
+                bottom = y + 5 - up * LINE
+                box = (left, bottom - LINE, left + length, bottom)
+                if 0 <= left <= width - length and not any(overlaps(box, other) for other in taken):
+                    return box
+    return (x + 7, y + 5 - LINE, x + 7 + length, y + 5)
+
+
+def overlaps(one: Box, other: Box) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+
+
 def draw(rows: list[dict[str, Any]]) -> str:
     """Ratio of the ledger against added noise, both on logarithmic axes, a point for each method."""
+    several = len({row["precision"] for row in rows}) > 1
     points = [
-        (row["noise_share"], row["ledger_x_less"], f"{row['method']} {row['precision']}")
+        (row["noise_share"], row["ledger_x_less"], row["method"] + (f" {row['precision']}" if several else ""))
         for row in rows
         if row.get("noise_share") and row.get("ledger_x_less")
     ]
-    width, height, margin = 720, 480, 60
+    width, height, margin = 860, 520, 60
     xs = [math.log10(max(x, 1e-9)) for x, _, _ in points] or [-3.0, 0.0]
     ys = [math.log10(y) for _, y, _ in points] or [0.0, 1.0]
     left, right = math.floor(min(xs)), math.ceil(max(xs) + 0.1)
@@ -265,9 +321,16 @@ def draw(rows: list[dict[str, Any]]) -> str:
             y = up(math.log10(ratio))
             parts.append(f'<path d="M{margin} {y:.1f}H{width - margin}" stroke="#ddd"/>')
             parts.append(f'<text x="{margin - 8}" y="{y + 4:.1f}" text-anchor="end">{ratio}x</text>')
-    for (_, _, name), x, y in zip(points, xs, ys, strict=False):
-        parts.append(f'<circle cx="{across(x):.1f}" cy="{up(y):.1f}" r="4" fill="#06c"/>')
-        parts.append(f'<text x="{across(x) + 7:.1f}" y="{up(y) - 5:.1f}">{escape(name)}</text>')
+    places = [(across(x), up(y)) for x, y in zip(xs, ys, strict=True)]
+    placed: list[Box] = [(x - 4, y - 4, x + 4, y + 4) for x, y in places]
+    for (_, _, name), at in zip(points, places, strict=False):
+        box = find_place(*at, 6.6 * len(name), width, placed)
+        placed.append(box)
+        parts.append(f'<circle cx="{at[0]:.1f}" cy="{at[1]:.1f}" r="4" fill="#06c"/>')
+        middle = (box[0] + box[2]) / 2 if box[0] < at[0] < box[2] else box[0] if box[0] > at[0] else box[2]
+        if abs(box[3] - at[1]) > LINE:
+            parts.append(f'<path d="M{at[0]:.1f} {at[1]:.1f}L{middle:.1f} {box[3] - 4:.1f}" stroke="#999"/>')
+        parts.append(f'<text x="{box[0]:.1f}" y="{box[3] - 3:.1f}">{escape(name)}</text>')
     parts.append(
         f'<text x="{width / 2}" y="{height - 14}" text-anchor="middle">added gradient noise / SGD\'s own</text>'
     )

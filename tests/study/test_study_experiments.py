@@ -30,7 +30,8 @@ def test_every_table_compares_the_default_with_plain_training(name):
     experiment = Experiment.read(STUDY / f"{name}.toml")
     plain, default = experiment.variants[:2]
     assert plain.name == "plain" and default.text.split(" = ")[0] == "budget"
-    assert plain.seeds == default.seeds == {"cifar10_resnet50": 3, "wikitext2_gpt": 3, "cifar10_alexnet": 10}.get(name, 5)
+    seeds = {"cifar10_resnet50": 3, "wikitext2_gpt": 3, "cifar10_alexnet": 10}.get(name, 5)
+    assert plain.seeds == default.seeds == seeds
     assert experiment.metric == ("loss" if name == "wikitext2_gpt" else "accuracy")
 
 
