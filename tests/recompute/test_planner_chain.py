@@ -137,12 +137,15 @@ class Chain:
         return Measured(step_ms, held, raw, by_block, kept, self.outside, frozenset())
 
 
-def planner_of(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> Planner:
+def planner_of(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch, slowness: Callable[[str], float] = lambda block: 1.0
+) -> Planner:
+    """``slowness``: what a block takes in forward, beside others with the same bytes."""
     monkeypatch.setattr(Trial, "measure", lambda trial, choices: chain.measure(choices))
     monkeypatch.setattr(
         Trial,
         "time_plainly",
-        lambda trial, blocks: (55.0, 20.0, {block: float(chain.insides[block]) for block in blocks}),
+        lambda trial, blocks: (55.0, 20.0, {block: slowness(block) * chain.insides[block] for block in blocks}),
     )
     model = nn.Module()
     model.layers = nn.ModuleList([nn.Sequential(nn.Linear(1, 1)) for _ in chain.output])

@@ -129,11 +129,15 @@ def cost_of(ways: Ways, choices: Mapping[str, str], *, overlap_ms: float) -> flo
 
 def held_by(ways: Ways, choices: Mapping[str, str], beside: Beside = _NONE) -> int:
     """Bytes that a mixture holds."""
+    return sum(held_by_block(ways, choices, beside).values())
+
+
+def held_by_block(ways: Ways, choices: Mapping[str, str], beside: Beside = _NONE) -> dict[str, int]:
     befores = ["", *choices.values()]
-    return sum(
-        _held_behind(ways, beside, block, name, before)
+    return {
+        block: _held_behind(ways, beside, block, name, before)
         for (block, name), before in zip(choices.items(), befores, strict=False)
-    )
+    }
 
 
 def lightest(ways: Ways, beside: Beside = _NONE) -> dict[str, str]:

@@ -8,20 +8,21 @@ as that is no more than forward takes, it costs nothing.
 What each block holds in each way is read from the ledger. A tensor between two blocks is held once, as it is if either
 of them keeps it, so steps are run with mixtures, too, in which kept blocks alternate with others: what a block holds is
 known by its own choice and that of the block before. Then the cheapest mixture within the budget is found exactly, and
-steps with it are run to see what it holds and takes; that moves the target of the next round.
+steps with it are run to see what it holds and takes. Where that is not what was foreseen, bytes are corrected block by
+block, and the next mixture is planned with those.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from lowtide import sizes
 from lowtide.errors import SizeError
-from lowtide.planner.knapsack import Choice, Pair, Ways, cost_of, held_by, lightest, refusal, solve
+from lowtide.planner.knapsack import Choice, Pair, Ways, cost_of, held_by, held_by_block, lightest, refusal, solve
 from lowtide.planner.trial import BOTH, COMPRESS, KEEP, OFFLOAD, RECOMPUTE, Measured, Trial, device_of, link_ms
 from lowtide.recompute import choose
 from lowtide.reports.text import size, table
@@ -30,9 +31,12 @@ from lowtide.snapshot import Snapshot
 _METHOD = "fixed"  # its bytes stay what they were when a plan was made; bounds that set themselves move on
 _ROUNDS = 6  # of planning and measuring: what blocks hold together is not quite what pairs of them have shown
 _CLOSE = 0.02  # of the budget: a mixture that leaves no more of it unused is not planned again
+_MARGIN = 0.01  # of the budget, left free by mixtures that are planned after one that has held too much
+_MOST_OFF = 2.0  # times what was foreseen: payloads that were not seen are not expected to be off by more
 _ALIKE = 1.1  # times the fastest step: steps this close to it are told apart by what they hold, for times are noisy
 _STAGING = 1 << 27
 _SPARE = 0.1  # of a plain step: what a budget that is not used at all would cost, for what is kept is exact and free
+_CODED = (COMPRESS, RECOMPUTE)  # choices whose bytes on the device are payloads, which vary
 _WEAR = 0.01  # of the link's time, as a cost: what is free on the device is not on the host, so it is not done for fun
 
 
@@ -89,6 +93,13 @@ def plan_blocks(
     return Planner.measure(run_step, model, state=state, method=method, modules=modules, steps=steps).plan(limit)
 
 
+class _Round(NamedTuple):
+    """A mixture that was planned and run."""
+
+    choices: dict[str, str]
+    measured: Measured
+
+
 @dataclass(slots=True)
 class Planner:
     """What has been measured of a model, for any number of budgets. Blocks are in the order in which they run."""
@@ -136,28 +147,57 @@ class Planner:
     def plan(self, budget: int | str) -> Plan:
         """The fastest mixture within a budget; what is learned on the way to it serves no other one.
 
-        What a mixture holds beyond its budget, or leaves unused of it, moves the target that the next one is planned
-        for. Errors are alike from one mixture to the next, so that is surer than to correct bytes block by block.
+        It ends with a mixture that uses the budget, or with one that was run before: nothing better is known then.
         """
         limit = target = sizes.parse(budget, what="budget")
-        close = int(_CLOSE * limit)
-        known, made = replace(self), list[Plan]()
-        for _ in range(_ROUNDS):
+        known, rounds, made = self, list[_Round](), list[Plan]()
+        while len(rounds) < _ROUNDS:
             choices, foreseen = known._choose(target)
-            plan = next((plan for plan in made if plan.choices == choices), None)
-            if plan is None:
-                measured = self.trial.measure(choices)
-                plan = self._plan(choices, measured, limit, foreseen)
-                made.append(plan)
-                known._learn(choices, measured)
-            if limit - close <= plan.held <= limit:
+            if any(plan.choices == choices for plan in made):
                 break
-            target += limit - close // 2 - plan.held
+            measured = self.trial.measure(choices)
+            made.append(self._plan(choices, measured, limit, foreseen))
+            if (1 - _CLOSE) * limit <= measured.held <= limit:
+                break
+            rounds.append(_Round(choices, measured))
+            if measured.held > limit:
+                target = int((1 - _MARGIN) * limit)
+            known = self._corrected(rounds, known.overlap_ms)
         surveyed = [self._plan(choices, measured, limit, measured.held) for choices, measured in self.seen]
         found = _fastest(made) or _fastest(surveyed)
         if found is None:
             raise refusal(limit, least=min(plan.held for plan in made + surveyed), outside=self.outside)
         return found
+
+    def _corrected(self, rounds: list[_Round], overlap_ms: float) -> Planner:
+        """The same with what mixtures have really held: block by block where they have shown it, and elsewhere off by
+        the same share, or else the next mixture would be one of all that is underrated."""
+        share = self._share_held(rounds)
+        ways = {
+            block: {
+                name: replace(way, held=int(share * way.held)) if name in _CODED else way for name, way in ways.items()
+            }
+            for block, ways in self.ways.items()
+        }
+        beside = {
+            block: {pair: int(share * more) if pair[1] in _CODED else more for pair, more in pairs.items()}
+            for block, pairs in self.beside.items()
+        }
+        known = replace(self, ways=ways, beside=beside, overlap_ms=overlap_ms)
+        for choices, measured in rounds:
+            known._learn_held(choices, measured)
+        known._learn_rest(*rounds[-1])
+        return known
+
+    def _share_held(self, rounds: list[_Round]) -> float:
+        """Payloads beside what the survey has shown of them."""
+        held = foreseen = 0
+        for choices, measured in rounds:
+            coded = [block for block, name in choices.items() if name in _CODED]
+            held += sum(measured.by_block[block] for block in coded)
+            by_block = held_by_block(self.ways, choices, self.beside)
+            foreseen += sum(by_block[block] for block in coded)
+        return min(max(held / foreseen, 1 / _MOST_OFF), _MOST_OFF) if held and foreseen else 1.0
 
     def _plan(self, choices: dict[str, str], measured: Measured, limit: int, foreseen: int) -> Plan:
         ways = {block: dict(ways) for block, ways in self.ways.items()}
@@ -188,10 +228,13 @@ class Planner:
         _, choices, held = min(found or least, key=lambda item: item[0])
         return choices, held + self.outside
 
-    def _learn(self, choices: Mapping[str, str], measured: Measured) -> None:
-        """What the step took beyond the costs was the link."""
+    def _learn_rest(self, choices: dict[str, str], measured: Measured) -> None:
+        """What no block holds lies outside of them; what the step took beyond the costs was the link."""
+        uses_host = bool({OFFLOAD, BOTH} & set(choices.values()))
+        staging = self.trial.staging if uses_host else 0
+        self.outside = measured.held - staging - held_by(self.ways, choices, self.beside)
         more = measured.step_ms - self.plain_ms - cost_of(self.ways, choices, overlap_ms=self.overlap_ms)
-        if {OFFLOAD, BOTH} & set(choices.values()):
+        if uses_host:
             self.overlap_ms = max(self.overlap_ms - max(more, 0.0), 0.0)
 
     def _learn_held(self, choices: Mapping[str, str], measured: Measured) -> None:

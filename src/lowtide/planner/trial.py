@@ -6,8 +6,8 @@ import fnmatch
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,12 +21,17 @@ from lowtide.stores.host import Host, link_to
 
 KEEP, COMPRESS, OFFLOAD, BOTH, RECOMPUTE = "keep", "compress", "offload", "compress, offload", "recompute"
 _LINK_NBYTES = 1 << 28
+# Steps before anything is counted: coders learn their tables at a site's first saves, and the first steps of training
+# change activations fast. Then as many more as it takes until a few in a row hold the same, or else the most.
+_LEAST_STEPS, _ALIKE_STEPS, _MOST_STEPS = 6, 3, 16
+_ALIKE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One mixture. ``held`` is counted when forward has ended and the device is done; what of payloads is on its way
-    to the host and still on the device is in it. ``kept`` is what of ``by_block`` no codec has touched."""
+    """One mixture. ``held`` is counted when forward has ended and the device is done, the most of several steps, since
+    payloads vary; what of them is on its way to the host and still on the device is in it. ``kept`` is what of
+    ``by_block`` no codec has touched."""
 
     step_ms: float
     held: int
@@ -35,6 +40,17 @@ class Measured:
     kept: Mapping[str, int]
     outside: int
     paths: frozenset[str]  # where something was saved
+
+
+class Held(NamedTuple):
+    """Bytes at the end of forward: what the ledger counts, and what is on its way to the host."""
+
+    payloads: int
+    staged: int
+
+    @property
+    def total(self) -> int:
+        return self.payloads + self.staged
 
 
 @dataclass(slots=True)
@@ -72,71 +88,85 @@ class Trial:
 
     def time_plainly(self, blocks: Mapping[str, nn.Module]) -> tuple[float, float, dict[str, float]]:
         """Milliseconds of a step, of all of forward, and of each block's forward, in the order in which they run."""
-        step_ms = self._time()
         timed = {"": self.model, **blocks}
         clocks = {path: Clock(device_of(self.model)) for path in timed}
         ran: dict[str, None] = {}
-        with ExitStack() as hooks:
-            for path, block in timed.items():
-                hooks.callback(block.register_forward_pre_hook(lambda *_, path=path: ran.setdefault(path)).remove)
-                hooks.callback(block.register_forward_pre_hook(clocks[path].begin).remove)
-                hooks.callback(block.register_forward_hook(clocks[path].end).remove)
-            self._time()
+        try:
+            step_ms = self._time()
+            with ExitStack() as hooks:
+                for path, block in timed.items():
+                    hooks.callback(block.register_forward_pre_hook(lambda *_, path=path: ran.setdefault(path)).remove)
+                    hooks.callback(block.register_forward_pre_hook(clocks[path].begin).remove)
+                    hooks.callback(block.register_forward_hook(clocks[path].end).remove)
+                self._time()
+        finally:
+            self.before.restore()
         forward_ms = {path: clocks[path].total_ms() / self.steps for path in ran | dict.fromkeys(timed)}
         return step_ms, forward_ms.pop(""), forward_ms
 
     def measure(self, choices: Mapping[str, str]) -> Measured:
+        """All steps follow one another: were the model put back between them, payloads would be made with tables that
+        were learnt from other activations, and be larger than in training."""
         options = self.options(choices)
         session = attach(self.model, **options)
         try:
             with warnings.catch_warnings():  # in some mixtures all is kept or run again: that is no mistake here
                 warnings.filterwarnings("ignore", ".*compressed none of them", LowtideWarning)
-                step_ms = self._time(session)
-                held = self._see_held(session, {id(rule.store): rule.store for rule in options.get("rules", ())})
-            measured = _read(session, choices, step_ms, held)
+                held = self._settle(session, {id(rule.store): rule.store for rule in options.get("rules", ())})
+                measured = _read(session, choices, held)
+                measured = replace(measured, step_ms=self._time(session))
         finally:
             session.detach()
+            self.before.restore()
         self.paths = self.paths or measured.paths
         return measured
 
     def _time(self, session: Session | None = None) -> float:
         clock = Clock(device_of(self.model))
-        try:
-            for number in range(self.steps):
-                if number:
-                    clock.begin()
-                self.run_step()
-                if number:
-                    clock.end()
-                if session is not None:
-                    session.step()
-            return clock.median_ms()
-        finally:
-            self.before.restore()
+        for number in range(self.steps):
+            if number:
+                clock.begin()
+            self.run_step()
+            if number:
+                clock.end()
+            if session is not None:
+                session.step()
+        return clock.median_ms()
 
-    def _see_held(self, session: Session, stores: Mapping[int, Any]) -> int:
-        """Bytes at the end of forward, in a step of its own: sizes have settled by now."""
-        seen = [0]
+    def _settle(self, session: Session, stores: Mapping[int, Any]) -> Held:
+        """Bytes at the end of forward, once they stay what they are: the most of the last few steps."""
+        seen: list[Held] = []
 
         def look(*_: Any) -> None:
             if device_of(self.model).type == "cuda":
                 torch.cuda.synchronize()
             session.report()  # lets go of tensors whose encoders have reported
             staged = sum(store.staged for store in stores.values() if isinstance(store, Host))
-            seen.append(session.ledger.held + staged)
+            seen.append(Held(session.ledger.held, staged))
 
+        by_step: list[Held] = []
         hook = self.model.register_forward_hook(look)
         try:
-            self.run_step()
+            while len(by_step) < _LEAST_STEPS or (len(by_step) < _MOST_STEPS and not _are_alike(by_step)):
+                session.ledger.held_peak = session.ledger.held
+                self.run_step()
+                # No look at all: a model that is called through its parts.
+                by_step.append(max(seen, default=Held(session.ledger.held_peak, 0), key=lambda held: held.total))
+                session.step()
+                seen.clear()
         finally:
             hook.remove()
-            self.before.restore()
-        return max(seen) or session.ledger.held_peak  # of a model that is called through its parts
+        return max(by_step[-_ALIKE_STEPS:], key=lambda held: held.total)
 
 
-def _read(session: Session, choices: Mapping[str, str], step_ms: float, held: int) -> Measured:
-    """Bytes by block, from the ledger's last step. Its sites know payloads as they were made, with room to spare, so
-    what was coded is scaled to what is really held in all."""
+def _are_alike(by_step: list[Held]) -> bool:
+    last = [held.total for held in by_step[-_ALIKE_STEPS:]]
+    return max(last) - min(last) <= _ALIKE * max(last)
+
+
+def _read(session: Session, choices: Mapping[str, str], held: Held) -> Measured:
+    """Bytes by block, from the ledger's last step. Its sites know payloads as they were made, with room to spare or too
+    little of it, so what was coded is scaled to what is really held in all."""
     raw, coded, kept = (dict.fromkeys([*choices, ""], 0) for _ in range(3))
     paths = set()
     for entry in session.ledger.sites.values():
@@ -145,10 +175,10 @@ def _read(session: Session, choices: Mapping[str, str], step_ms: float, held: in
         block = next((block for block in choices if path == block or path.startswith(f"{block}.")), "")
         raw[block] += entry.raw_nbytes
         (kept if entry.codec == "kept" else coded)[block] += entry.held_nbytes
-    scale = max(held - sum(kept.values()), 0) / max(sum(coded.values()), 1)
-    by_block = {block: kept[block] + int(min(scale, 1.0) * coded[block]) for block in coded}
+    scale = max(held.payloads - sum(kept.values()), 0) / max(sum(coded.values()), 1)
+    by_block = {block: kept[block] + int(scale * coded[block]) for block in coded}
     outside = by_block.pop("")
-    return Measured(step_ms, held, raw, by_block, kept, outside, frozenset(paths))
+    return Measured(0.0, held.total, raw, by_block, kept, outside, frozenset(paths))
 
 
 def link_ms(device: torch.device) -> float | None:
