@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowtide
+from lowtide.capture.hooks import Capture
 from lowtide.payloads import Payload
 
 KIB = 1024
@@ -147,6 +148,27 @@ def test_activations_are_freed_during_forward(build, no_collector, monkeypatch, 
     output = model(torch.randn(64, 64))
     assert (seen == [None]) == (share < 1), "what waits is bounded by the share"
     output.sum().backward()
+
+
+def test_more_may_wait_early_in_forward(monkeypatch):
+    """A part of what is still to come; near the end it is a part of all."""
+    seen = []
+    settle = Capture._settle_ready
+
+    def watch(self, scope, current):
+        seen.append((session.ledger.raw / session.ledger.raw_usual, scope.ready_nbytes / session.ledger.raw_usual))
+        settle(self, scope, current)
+
+    model = _mlp(64)
+    session = lowtide.attach(model, min_size=0)
+    for _ in range(3):
+        model(torch.randn(64, 64)).sum().backward()
+    monkeypatch.setattr(Capture, "_settle_ready", watch)
+    model(torch.randn(64, 64))
+    early = [waiting for done, waiting in seen if done < 0.25]
+    late = [waiting for done, waiting in seen[:-1] if done > 0.9]
+    assert early and late and min(early) > 1 / 32 and max(late) < 1 / 32, seen
+    assert all(waiting <= max(1 / 128, (1 - done) / 16) + 3 / 64 for done, waiting in seen[:-1]), seen
 
 
 def test_memory_falls_only_if_nobody_else_holds_the_tensor():

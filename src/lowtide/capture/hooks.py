@@ -23,6 +23,7 @@ Settle = Callable[[Entry, list[Handle]], None]
 Leave = Callable[[Handle, identity.Left, int], None]
 
 _READY_SHARE = 1 / 128  # of what plain training holds: bytes of tensors that may wait to be settled together
+_EARLY_SHARE = 1 / 16  # of what is still to come: about as much as its payloads will take, so that no peak is higher
 _UNREACHED = Need(Kind.EXACT, "its op was not found in the graph (checkpoint boundary, or a view changed in place)")
 
 
@@ -189,7 +190,10 @@ class Capture:
 
     def _most_ready(self) -> float:
         ledger = self._ledger
-        return 0 if ledger.is_scarce else ledger.raw_usual * _READY_SHARE
+        if ledger.is_scarce:
+            return 0
+        usual = ledger.raw_usual
+        return max(usual * _READY_SHARE, (usual - ledger.raw) * _EARLY_SHARE)
 
     def _settle_ready(self, scope: Scope, current: Entry | None) -> None:
         """Settle what has been named, except for the tensor that is being saved: its next op may save it, too.
