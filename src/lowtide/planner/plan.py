@@ -31,7 +31,7 @@ from lowtide.snapshot import Snapshot
 _METHOD = "fixed"  # its bytes stay what they were when a plan was made; bounds that set themselves move on
 _ROUNDS = 6  # of planning and measuring: what blocks hold together is not quite what pairs of them have shown
 _CLOSE = 0.02  # of the budget: a mixture that leaves no more of it unused is not planned again
-_MARGIN = 0.01  # of the budget, left free by mixtures that are planned after one that has held too much
+_MARGIN = 0.005  # of the budget, left free by mixtures that are planned after one that has held too much
 _MOST_OFF = 2.0  # times what was foreseen: payloads that were not seen are not expected to be off by more
 _ALIKE = 1.1  # times the fastest step: steps this close to it are told apart by what they hold, for times are noisy
 _STAGING = 1 << 27
