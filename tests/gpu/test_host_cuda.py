@@ -65,9 +65,9 @@ def scribble(nbytes: int = MIB, times: int = 32) -> None:
 
 @pytest.mark.parametrize("staging", [MIB, 4 * MIB, 64 * MIB])
 def test_memory_is_not_used_again_while_it_is_being_copied_out(staging: int) -> None:
-    store = Host(staging)
+    store = Host(staging, keep=0)
     store.put(payload(0))
-    hold_up(link_of(store)._out)
+    hold_up(link_of(store).out.stream)
     held = []
     with no_waiting(is_idle=False):
         for number in range(12):
@@ -79,36 +79,65 @@ def test_memory_is_not_used_again_while_it_is_being_copied_out(staging: int) -> 
 
 def test_a_payload_that_dies_while_it_is_copied_out_takes_its_memory_along_safely() -> None:
     """Its memory on the device goes to whoever asks next, which has to wait for the copy that still reads it."""
-    store = Host(64 * MIB)
+    store = Host(64 * MIB, keep=0)
     kept = store.put(payload(1))
     copies = []
     for number in range(8):
-        hold_up(link_of(store)._out)
+        hold_up(link_of(store).out.stream)
         dying = store.put(payload(number))
-        copies.append(dying.copies[0])  # type: ignore[attr-defined]
+        copies.append(dying.cargo.copies)  # type: ignore[attr-defined]
         del dying
         scribble()
     torch.cuda.synchronize()
     for number, copy in enumerate(copies):
-        words = copy.view(torch.int64)
+        words = copy.rows[0]
         assert bool((words == number).all()), f"{int((words == -1).sum())} words of payload {number} are another's"
     assert is_right(kept.fetch(), 1)
 
 
-def test_host_memory_of_a_payload_that_died_is_not_handed_out_while_it_is_written() -> None:
-    """Payloads are copied out one after the other, but whoever else asks for pinned memory writes to it at once."""
-    store = Host(64 * MIB)
+def test_host_memory_of_a_payload_that_died_is_written_again_in_the_order_of_the_copies() -> None:
+    store = Host(64 * MIB, keep=0)
     kept = store.put(payload(1))
-    spare = [torch.empty(MIB, dtype=torch.uint8, pin_memory=True) for _ in range(4)]
-    spare.clear()  # to be had below without a call to the driver, which might wait for the device
-    hold_up(link_of(store)._out)
+    hold_up(link_of(store).out.stream)
     dying = store.put(payload(-1))
+    at = dying.cargo.copies.rows[0].data_ptr()  # type: ignore[attr-defined]
     del dying
-    others = [torch.full((MIB,), 7, dtype=torch.uint8, pin_memory=True) for _ in range(3)]
     later = store.put(payload(2))
+    assert later.cargo.copies.rows[0].data_ptr() == at  # type: ignore[attr-defined]
     torch.cuda.synchronize()
-    assert all(bool((other == 7).all()) for other in others)
+    assert bool((later.cargo.copies.rows[0] == 2).all())  # type: ignore[attr-defined]
     assert is_right(later.fetch(), 2) and is_right(kept.fetch(), 1)
+
+
+def test_host_memory_is_not_written_again_while_it_is_read_for_another_stream() -> None:
+    """The stream that puts the next payload has not waited for the copy that still brings the last one back."""
+    store = Host(MIB, keep=0)
+    first = store.put(payload(1))
+    pushing = store.put(payload(2))
+    torch.cuda.synchronize()
+    other = torch.cuda.Stream()
+    hold_up(link_of(store).back.stream)
+    with torch.cuda.stream(other):
+        total = first.fetch().tensors["words"].sum()
+    at = first.cargo.copies.rows[0].data_ptr()  # type: ignore[attr-defined]
+    del first
+    later = store.put(payload(3))
+    assert later.cargo.copies.rows[0].data_ptr() == at  # type: ignore[attr-defined]
+    other.synchronize()
+    assert int(total) == MIB // 8
+    assert is_right(later.fetch(), 3) and is_right(pushing.fetch(), 2)
+
+
+def test_what_stays_does_not_cross_and_is_given_back_as_it_was_put() -> None:
+    store = Host(8 * MIB, keep=4 * MIB)
+    encoded = [payload(number) for number in range(12)]
+    held = [store.put(item) for item in encoded]
+    assert [item.cargo.copies is None for item in held] == [False] * 8 + [True] * 4  # type: ignore[attr-defined]
+    assert all(held[number].fetch() is encoded[number] for number in range(11, 3, -1))
+    encoded.clear()
+    for number in range(11, -1, -1):
+        assert is_right(held[number].fetch(), number)
+        scribble(times=4)
 
 
 def test_backward_does_not_read_what_has_not_arrived_nor_write_where_it_is_still_read() -> None:
@@ -118,7 +147,7 @@ def test_backward_does_not_read_what_has_not_arrived_nor_write_where_it_is_still
     results = []
     with no_waiting(is_idle=False):
         for number in range(11, -1, -1):
-            hold_up(link_of(store)._back)
+            hold_up(link_of(store).back.stream)
             results.append((number, held[number].fetch().tensors["words"].sum()))
             scribble(times=4)
     for number, total in results:
@@ -178,7 +207,7 @@ def test_payloads_keep_their_strides_and_are_in_pinned_memory() -> None:
     held = store.put(Encoded("anything", 1, TensorSpec.of(parts["flags"]), {}, dict(parts)))
     parts.clear()
     other = store.put(payload(0))
-    assert all(copy.is_pinned() for copy in held.copies)  # type: ignore[attr-defined]
+    assert all(row.is_pinned() for row in held.cargo.copies.rows)  # type: ignore[attr-defined]
     for name, part in held.fetch().tensors.items():
         assert part.stride() == strides[name] and part.is_cuda
         assert torch.equal(part, expected[name])

@@ -18,23 +18,32 @@ from torch import Tensor
 
 
 class SlowFlight:
-    """Buffers "on the device" that a copy reads or writes."""
+    """Buffers "on the device", which a copy may be reading or writing."""
 
-    def __init__(self, link: SlowLink, buffers: Sequence[Tensor], way: Way, place: int, arrives: bool) -> None:
-        self._link, self._buffers, self._arrives = link, buffers, arrives
-        self.way, self.place = way, place
+    def __init__(self, link: SlowLink, buffers: Sequence[Tensor]) -> None:
+        self._link, self.buffers = link, buffers
+        self.way: Way | None = None
+        self.place, self.arrives = 0, False
 
     def use(self) -> Sequence[Tensor]:
-        assert len(self._buffers), "used after its end"
-        if self._arrives:
+        assert len(self.buffers), "used after its end"
+        if self.arrives and self.way is not None:
             self.way.run_until(self.place)
-        return self._buffers
+        return self.buffers
 
     def end(self) -> None:
-        if self.way.is_late(self.place):
-            self._link.stalls += 1
-        self.way.run_until(self.place)
-        self._buffers = ()
+        if self.way is not None:
+            if self.way.is_late(self.place):
+                self._link.stalls += 1
+            self.way.run_until(self.place)
+        self.buffers = ()
+
+
+class SlowCopies:
+    """Copies "on the host"; ``place`` is that of the copy that writes them."""
+
+    def __init__(self, rows: Sequence[Tensor], way: Way, place: int) -> None:
+        self.rows, self.way, self.place = rows, way, place
 
 
 class Way:
@@ -71,21 +80,25 @@ class SlowLink:
         self.races: list[str] = []
         self.sent = self.brought = self.stalls = 0
 
-    def send(self, buffers: Sequence[Tensor]) -> tuple[list[Tensor], SlowFlight]:
-        self._happen()
-        copies = [_unwritten(buffer) for buffer in buffers]
-        self.sent += sum(buffer.nbytes for buffer in buffers)
-        place = self._start(self._out, buffers, copies, None)
-        return copies, SlowFlight(self, list(buffers), self._out, place, arrives=False)
+    def stay(self, buffers: Sequence[Tensor]) -> SlowFlight:
+        return SlowFlight(self, tuple(buffers))
 
-    def bring(self, copies: Sequence[Tensor], sent: SlowFlight) -> SlowFlight:
+    def send(self, flight: SlowFlight) -> SlowCopies:
         self._happen()
-        buffers = [_unwritten(copy) for copy in copies]
-        self.brought += sum(buffer.nbytes for buffer in buffers)
-        place = self._start(self._back, copies, buffers, sent)
-        return SlowFlight(self, buffers, self._back, place, arrives=True)
+        rows = [_unwritten(buffer) for buffer in flight.buffers]
+        self.sent += sum(buffer.nbytes for buffer in flight.buffers)
+        flight.way, flight.place = self._out, self._start(self._out, flight.buffers, rows, None)
+        return SlowCopies(rows, self._out, flight.place)
 
-    def _start(self, way: Way, sources: Sequence[Tensor], targets: Sequence[Tensor], after: SlowFlight | None) -> int:
+    def bring(self, copies: SlowCopies) -> SlowFlight:
+        self._happen()
+        flight = SlowFlight(self, [_unwritten(row) for row in copies.rows])
+        self.brought += sum(buffer.nbytes for buffer in flight.buffers)
+        flight.way, flight.place = self._back, self._start(self._back, copies.rows, flight.buffers, copies)
+        flight.arrives = True
+        return flight
+
+    def _start(self, way: Way, sources: Sequence[Tensor], targets: Sequence[Tensor], after: SlowCopies | None) -> int:
         pairs = [(_ref(source), _ref(target)) for source, target in zip(sources, targets, strict=True)]
         # As torch's allocator of pinned memory does: copies on the host outlive what runs on them.
         pinned = list(targets if after is None else sources)
@@ -113,7 +126,7 @@ class SlowLink:
 
 def _unwritten(buffer: Tensor) -> Tensor:
     """Memory full of what nobody wrote."""
-    return torch.full((buffer.numel(),), 0xA5, dtype=torch.uint8)
+    return torch.full((buffer.nbytes,), 0xA5, dtype=torch.uint8).view(buffer.dtype)
 
 
 def _ref(buffer: Tensor) -> Callable[[], Tensor | None]:

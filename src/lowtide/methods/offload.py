@@ -18,6 +18,7 @@ class Offload:
 
     staging: int | str = "512MiB"
     least: int | str = "64KiB"
+    keep: int | str | None = None
 
     def values(self) -> Codec:
         return codecs.create("identity")
@@ -26,4 +27,4 @@ class Offload:
         return Fixed()
 
     def store(self) -> Host:
-        return Host(self.staging, self.least)
+        return Host(self.staging, self.least, self.keep)

@@ -1,23 +1,27 @@
 """Copies between a device and pinned host memory that run beside the device's own work.
 
-Three things can go wrong with a copy on a stream of its own, and an event prevents each. It may start before its source
-is written: the copying stream waits for the stream at work. Its source or its target may be let go and handed out again
-while it runs: ``Flight.end`` makes the stream that the memory belongs to wait first. Its target may be read before it
-is written: ``Flight.use`` makes the stream that reads wait. The host waits for none of them.
+Four things can go wrong with a copy on a stream of its own, and an event prevents each. It may start before its source
+is written: the copying stream waits for the stream that writes it. Its source or its target on the device may be let go
+and handed out again while it runs: ``Flight.end`` makes the stream that the memory belongs to wait first. Its target
+may be read before it is written: ``Flight.use`` makes the stream that reads wait. Its target on the host may still be
+read by an earlier copy: it waits for that one. The host waits for none of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from lowtide.stores._arena import Arena, Block
+
+_EVENTS = 128  # of a way; more copies than that are rarely under way
+
 
 class Flight(Protocol):
-    """Buffers on the device that a copy reads or writes."""
+    """Buffers on the device, which a copy may be reading or writing."""
 
     def use(self) -> Sequence[Tensor]:
         """The buffers, for work that is queued from now on."""
@@ -29,72 +33,155 @@ class Flight(Protocol):
 
 
 class Link(Protocol):
-    """The way between one device and the host. What crosses it are buffers: rows of bytes."""
+    """The way between one device and the host. What crosses it are buffers: rows of numbers."""
 
-    def send(self, buffers: Sequence[Tensor]) -> tuple[Sequence[Tensor], Flight]:
-        """Begin to copy to the host; the copies, and the flight that holds the originals."""
+    def stay(self, buffers: Sequence[Tensor]) -> Flight:
+        """Buffers that were made on the current stream and stay where they are, for now."""
         ...
 
-    def bring(self, copies: Sequence[Tensor], sent: Flight) -> Flight:
-        """Begin to copy back what ``sent`` took to the host; the flight holds the new buffers."""
+    def send(self, flight: Flight) -> Any:
+        """Begin to copy to the host what has stayed so far; the copies, which are gone when they are dropped."""
         ...
+
+    def bring(self, copies: Any) -> Flight:
+        """Begin to copy back; the flight holds new buffers, which belong to the current stream."""
+        ...
+
+
+class Way:
+    """One direction: a stream of copies, each with a number, its mark.
+
+    Events are used in turn. One that has been used again stands for a later copy of the same stream: who waits for it
+    waits for the earlier one, too.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self._events = [torch.cuda.Event() for _ in range(_EVENTS)]
+        self._last = self._passed = 0
+
+    def mark(self) -> int:
+        """A number for the copies queued so far."""
+        self._last += 1
+        self._events[self._last % _EVENTS].record(self.stream)
+        return self._last
+
+    def has_passed(self, mark: int) -> bool:
+        if mark > self._passed and self._events[mark % _EVENTS].query():
+            self._passed = mark
+        return mark <= self._passed
+
+    def hold_up(self, stream: torch.cuda.Stream, mark: int) -> None:
+        """What is queued on ``stream`` from now on waits for the copies up to ``mark``."""
+        if mark > self._passed:
+            self._events[mark % _EVENTS].wait(stream)
 
 
 class CudaFlight:
-    """``stream`` is the one that the buffers' memory belongs to, ``done`` is recorded behind the copy."""
+    """``stream`` is the one that the buffers' memory belongs to. It has yet to wait for the copy that ends at ``mark``
+    of ``way``, if there is one, before the memory is let go; if it ``arrives``, also before it is read."""
 
-    __slots__ = ("_arrives", "_buffers", "_stream", "done")
+    __slots__ = ("_link", "arrives", "buffers", "mark", "stream", "way")
 
-    def __init__(self, buffers: Sequence[Tensor], stream: torch.cuda.Stream, done: torch.cuda.Event, arrives: bool):
-        self._buffers, self._stream, self._arrives = buffers, stream, arrives
-        self.done = done
+    def __init__(self, link: CudaLink, buffers: Sequence[Tensor], stream: torch.cuda.Stream) -> None:
+        self._link, self.buffers, self.stream = link, buffers, stream
+        self.way: Way | None = None
+        self.mark = 0
+        self.arrives = False
 
     def use(self) -> Sequence[Tensor]:
-        stream = torch.cuda.current_stream(self._stream.device)
-        is_foreign = stream != self._stream
-        if self._arrives or is_foreign:
-            stream.wait_event(self.done)
-        if is_foreign:
-            for buffer in self._buffers:
-                buffer.record_stream(stream)
-        return self._buffers
+        stream = self._link.current()
+        if stream is not self.stream:
+            self._lend_to(stream)
+        elif self.arrives and self.way is not None:
+            self.way.hold_up(stream, self.mark)
+            self.way = None
+        return self.buffers
+
+    def _lend_to(self, stream: torch.cuda.Stream) -> None:
+        """Another stream reads them: it waits for what has written them, and their memory for it."""
+        stream.wait_stream(self.stream)
+        if self.arrives and self.way is not None:
+            self.way.hold_up(stream, self.mark)
+        for buffer in self.buffers:
+            buffer.record_stream(stream)
 
     def end(self) -> None:
-        if not self.done.query():
-            self._stream.wait_event(self.done)
-        self._buffers = ()
+        if self.way is not None and not self.way.has_passed(self.mark):
+            self.way.hold_up(self.stream, self.mark)
+        self.way = None
+        self.buffers = ()
 
 
-@dataclass(slots=True)
+class CudaCopies:
+    """Copies on the host: written by the copy ``sent``, their memory given back with the mark of the last that reads.
+
+    The next copy to write there goes out behind ``sent`` in any case.
+    """
+
+    __slots__ = ("blocks", "rows", "sent")
+
+    def __init__(self, blocks: Sequence[Block], rows: Sequence[Tensor], sent: int) -> None:
+        self.blocks, self.rows, self.sent = blocks, rows, sent
+
+
 class CudaLink:
-    """Two streams, one for each direction: the two ways of the link are independent."""
+    """Two ways, one for each direction: they are independent."""
 
-    device: torch.device
-    _out: torch.cuda.Stream
-    _back: torch.cuda.Stream
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._index = device.index if device.index is not None else torch.cuda.current_device()
+        self.out, self.back = Way(device), Way(device)
+        self.arena = Arena()
+        self._streams: dict[int, torch.cuda.Stream] = {}
+        self._now = torch.cuda.Event()  # waited for as soon as it is recorded, so that one is enough
 
-    @classmethod
-    def to(cls, device: torch.device) -> CudaLink:
-        return cls(device, torch.cuda.Stream(device), torch.cuda.Stream(device))
+    def current(self) -> torch.cuda.Stream:
+        """The stream at work: the same object for the same stream."""
+        raw = torch._C._cuda_getCurrentRawStream(self._index)
+        stream = self._streams.get(raw)
+        if stream is None:
+            stream = self._streams[raw] = torch.cuda.current_stream(self._index)
+        return stream
 
-    def send(self, buffers: Sequence[Tensor]) -> tuple[Sequence[Tensor], CudaFlight]:
-        stream = torch.cuda.current_stream(self.device)
-        copies = [torch.empty(buffer.numel(), dtype=torch.uint8, pin_memory=True) for buffer in buffers]
-        self._out.wait_stream(stream)
-        return copies, CudaFlight(buffers, stream, _copy(buffers, copies, self._out), arrives=False)
+    def stay(self, buffers: Sequence[Tensor]) -> CudaFlight:
+        return CudaFlight(self, buffers, self.current())
 
-    def bring(self, copies: Sequence[Tensor], sent: Flight) -> CudaFlight:
-        assert isinstance(sent, CudaFlight), "what a link brings back, it has sent"
-        stream = torch.cuda.current_stream(self.device)
-        buffers = [torch.empty(copy.numel(), dtype=torch.uint8, device=self.device) for copy in copies]
-        self._back.wait_stream(stream)  # which may still be at work on what this memory held before
-        self._back.wait_event(sent.done)
-        return CudaFlight(buffers, stream, _copy(copies, buffers, self._back), arrives=True)
+    def send(self, flight: Flight) -> CudaCopies:
+        assert isinstance(flight, CudaFlight) and flight.way is None, "what has stayed so far"
+        buffers = flight.buffers
+        blocks = [self.arena.take(buffer.nbytes) for buffer in buffers]
+        rows = [block.memory.view(buffer.dtype) for block, buffer in zip(blocks, buffers, strict=True)]
+        self._follow(self.out, flight.stream)
+        self.back.hold_up(self.out.stream, max(block.mark for block in blocks))
+        flight.mark = self._copy(self.out, buffers, rows)
+        flight.way = self.out
+        return CudaCopies(blocks, rows, flight.mark)
 
+    def bring(self, copies: CudaCopies) -> CudaFlight:
+        stream = self.current()
+        buffers = [torch.empty(row.numel(), dtype=row.dtype, device=self.device) for row in copies.rows]
+        self._follow(self.back, stream)  # which may still be at work on what this memory held before
+        self.out.hold_up(self.back.stream, copies.sent)
+        flight = CudaFlight(self, buffers, stream)
+        flight.mark = self._copy(self.back, copies.rows, buffers)
+        flight.way, flight.arrives = self.back, True
+        for block in copies.blocks:
+            block.mark = flight.mark
+        return flight
 
-def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor], stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """Torch notes by itself which stream reads or writes pinned memory, and does not hand it out again before."""
-    with torch.cuda.stream(stream):
-        for source, target in zip(sources, targets, strict=True):
-            target.copy_(source, non_blocking=True)
-        return stream.record_event()
+    def _follow(self, way: Way, stream: torch.cuda.Stream) -> None:
+        """What is queued on ``way`` from now on waits for what has been queued on ``stream``."""
+        self._now.record(stream)
+        self._now.wait(way.stream)
+
+    def _copy(self, way: Way, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> int:
+        with torch.cuda.device(self._index):
+            stream = self.current()
+            try:
+                torch.cuda.set_stream(way.stream)
+                for source, target in zip(sources, targets, strict=True):
+                    target.copy_(source, non_blocking=True)
+            finally:
+                torch.cuda.set_stream(stream)
+        return way.mark()
