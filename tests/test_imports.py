@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "src" / "lowtide"
 LAYERS = (
     ("errors", "_version"),
-    ("records", "sizes", "snapshot", "optim", "threads"),
+    ("records", "sizes", "snapshot", "optim", "threads", "background"),
     ("registry", "ledger"),
     ("coding", "bounds", "statistics"),
     ("codecs", "stores", "controllers"),

@@ -7,27 +7,27 @@ once if they are far larger than it was made for. Between, a save costs one pass
 Bounds per row, or per channel of a sample, belong to the rows at hand and are measured at every save.
 
 Nothing here waits for a GPU, except at the first save of a site: the codes of a sample travel to the host while the
-step goes on, a thread fits a model to them, and the site's saves use it when it is there. Where a bound has moved by
-more than a fifth, or a model has turned out useless, the coder does without one in the meantime. That changes sizes,
-never values.
+step goes on, a thread fits a model to them and loads the kernels that the model needs, and the site's saves use it when
+all that is there. Where a bound has moved by more than a fifth, or a model has turned out useless, the coder does
+without one in the meantime. That changes sizes, never values.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lowtide.background import Background
 from lowtide.bounds import BoundRule, BoundSource
 from lowtide.codecs import Codec
 from lowtide.errors import StateError
-from lowtide.records import Bound, Need, Site
+from lowtide.records import Bound, Need, Site, TensorSpec
 
 _FIRST = (1, 2, 4, 8, 16, 32)  # saves at which a bound is measured, beside every so many
 _EARLY = 33  # saves, after which a model that still does as well as it did is kept
@@ -57,11 +57,29 @@ class Survey:
     def is_fitting(self) -> bool:
         return self._fitting is not None and not self._fitting.done()
 
-    def model(self, codec: Any, memo: Memo, count: int) -> Any:
-        """The plan's model once it is there, None before; never waits."""
+    def fitted(self, codec: Any, memo: Memo, x: Tensor, *, replayed: bool = False) -> Any:
+        """A plan for tensors like ``x`` once it can be used, None before; never waits.
+
+        ``replayed``: in graphs, too.
+        """
         if self._fitting is None and (self._arrived is None or self._arrived.query()):
-            self._fitting = _worker().submit(codec.fit, memo.plan.grid, self._codes, count, memo.zero_code, memo.plan)
+            plan, zero_code, codes, spec = memo.plan, memo.zero_code, self._codes, TensorSpec.of(x)
+            self._fitting = _WORKER.submit(lambda: _fit(codec, plan, zero_code, codes, spec, replayed=replayed))
         return self._fitting.result() if self._fitting is not None and self._fitting.done() else None
+
+    def give_up(self) -> None:
+        """The plan is not wanted any more: spare the fit, and what would be compiled for it, if it has not begun."""
+        if self._fitting is not None:
+            self._fitting.cancel()
+
+
+def _fit(codec: Any, plan: Any, zero_code: bool | None, codes: Tensor, spec: TensorSpec, *, replayed: bool) -> Any:
+    """The plan that follows ``plan``, with its kernels, and with those for the save at which its model is dropped."""
+    fitted = codec.fit(plan.grid, codes, spec.numel, zero_code, plan)
+    if hasattr(codec, "make_ready"):
+        codec.make_ready(fitted, spec, replayed=replayed)
+        codec.make_ready(dataclasses.replace(fitted, model=None), spec)
+    return fitted
 
 
 def _leap(before: BoundSource | str, after: BoundSource) -> float:
@@ -99,9 +117,7 @@ def _catch_up(device: torch.device) -> None:
             current.wait_stream(default)
 
 
-@cache
-def _worker() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, thread_name_prefix="lowtide")
+_WORKER = Background("lowtide")
 
 
 @dataclass(slots=True)
@@ -133,6 +149,11 @@ class Memo:
         """Whether payloads have become larger or smaller since the model was made: another may serve better."""
         return self.saves <= _EARLY or not self.usual or abs(self.rate - self.usual) > _DRIFT * self.usual
 
+    def give_up_survey(self) -> None:
+        if self.survey is not None:
+            self.survey.give_up()
+            self.survey = None
+
     def exceeds(self, limit: tuple[float, float]) -> bool:
         """Whether the last payload was larger than its model, which is still in use, was made for."""
         model = self.plan.model
@@ -145,6 +166,7 @@ class Sites:
     def __init__(self, refresh: int, *, waits: bool = False) -> None:
         self.refresh = refresh
         self.due: bool | None = None  # whether bounds are measured at the next saves; None: when it is their turn
+        self.replayed = False  # whether steps are captured in graphs, which have kernels of their own
         self._waits = waits  # for a model and for sizes where a bound has leapt, because bounds follow from sizes
         self._memos: dict[tuple[str, str, str, tuple[int, ...]], Memo] = {}
         self._not_two_valued: set[str] = set()
@@ -183,8 +205,8 @@ class Sites:
         return any(memo.survey is not None and memo.survey.is_fitting for memo in self._memos.values())
 
     def wait(self) -> None:
-        """Have all models fitted whose codes have arrived."""
-        _worker().submit(lambda: None).result()
+        """Have all models fitted whose codes have arrived, and their kernels loaded."""
+        _WORKER.submit(lambda: None).result()
 
     def prepare(self, memo: Memo, x: Tensor, codec: Codec, site: Site, need: Need) -> None:
         """Bring the bound up to date for another save of the site, and the plan if its codec makes plans."""
@@ -206,6 +228,7 @@ class Sites:
         if memo.plan is None or (codec.keep_zeros and not memo.plan.zero_code):
             memo.plan = codec.plan(x, memo.bound, memo.zero_code)
             memo.zero_code = memo.plan.zero_code  # from now on: what values depend on changes with the bound alone
+            self._compile_ahead(memo.plan, codec, x)
             return
         if moved or memo.regrid:
             grid = grid if grid is not None else codec.grid(x, memo.bound)
@@ -213,9 +236,10 @@ class Sites:
         if memo.leap:
             self._leap(memo, codec, x)
         elif memo.exceeds(_USELESS):
-            memo.plan, memo.leapt, memo.survey = dataclasses.replace(memo.plan, model=None), memo.saves, None
+            memo.plan, memo.leapt = dataclasses.replace(memo.plan, model=None), memo.saves
+            memo.give_up_survey()
         if memo.survey is not None:
-            fitted = memo.survey.model(codec, memo, x.numel())
+            fitted = memo.survey.fitted(codec, memo, x, replayed=self.replayed)
             if fitted is not None:
                 _catch_up(x.device)
                 memo.plan = dataclasses.replace(memo.plan, model=fitted.model)
@@ -227,16 +251,23 @@ class Sites:
     def _leap(self, memo: Memo, codec: Any, x: Tensor) -> None:
         """Codes of another bound are other symbols: until they have been looked at, they go without a model."""
         model, leap = None, memo.leap
-        memo.leap, memo.leapt, memo.survey = 0.0, memo.saves, None
+        memo.leap, memo.leapt = 0.0, memo.saves
+        memo.give_up_survey()
         if self._waits and getattr(codec, "learns", True):
             sample = codec.survey(x, memo.plan.grid, pieces=_FEW_PIECES).cpu()
             model = codec.fit(memo.plan.grid, sample, x.numel(), memo.zero_code, memo.plan).model
             memo.fitted, memo.usual, memo.leapt = memo.saves, 0.0, 0
         memo.plan = dataclasses.replace(memo.plan, model=model)
+        self._compile_ahead(memo.plan, codec, x)
         if self._waits or not math.isfinite(leap):
             memo.rate = 0.0
         elif memo.rate:
             memo.rate = 1.2 * memo.rate + (1 + max(leap, 0)) / 32
+
+    def _compile_ahead(self, plan: Any, codec: Any, x: Tensor) -> None:
+        """A plan that is used at once: its encoder is waited for, its decoders are compiled while forward goes on."""
+        if hasattr(codec, "compile_ahead"):
+            codec.compile_ahead(plan, TensorSpec.of(x), replayed=self.replayed)
 
     def _wants_model(self, memo: Memo, due: bool) -> bool:
         if memo.leapt:  # a bound that has just leapt may do so again

@@ -99,11 +99,11 @@ def test_a_model_is_on_its_way_from_the_survey_to_the_next_save():
     assert not sites.is_fitting
     memo.survey = Survey(torch.zeros(4, dtype=torch.int16))
     assert not sites.is_fitting, "its codes may not have arrived"
-    assert memo.survey.model(codec, memo, 4) is None and codec.has_begun.wait(60)
+    assert memo.survey.fitted(codec, memo, torch.zeros(4)) is None and codec.has_begun.wait(60)
     assert sites.is_fitting
     codec.may_end.set()
     sites.wait()
-    assert not sites.is_fitting and memo.survey.model(codec, memo, 4) == "plan"
+    assert not sites.is_fitting and memo.survey.fitted(codec, memo, torch.zeros(4)) == "plan"
 
 
 def test_without_a_graph_models_are_waited_for(monkeypatch: pytest.MonkeyPatch):

@@ -102,6 +102,25 @@ def test_decoding_ahead_follows_the_order_of_the_rehearsal() -> None:
     assert not Net().machine.besides
 
 
+def test_a_step_that_records_its_loss() -> None:
+    """In eager calls, in the capture and in what is replayed: the loss is compressed, and the block ends each time."""
+    net = Net()
+    names: list[set[str]] = []
+
+    def run(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        with net.tide.recording():  # around the plain model, too, whose step it must not change
+            loss = (model(x) - y).relu().mean()
+        loss.backward()
+        names.append({entry.name for entry in net.tide.report().sites if entry.codec == "bitmask"})
+        return loss
+
+    net.run = run  # type: ignore[method-assign]
+    net.train(9)
+    assert net.step.captures and net.step.replays
+    assert all("(model):relu.result" in found for found in names)
+    assert torch._C._len_torch_function_stack() == 0
+
+
 def test_what_ran_beside_a_capture_that_failed_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     net = Net(beside=True)
     net.train(4)

@@ -10,7 +10,7 @@ import pytest
 from machine_code import requires_nvrtc, usage
 
 from lowtide.errors import LowtideError
-from lowtide.kernels import _nvrtc, _sz_cuda, _sz_jobs
+from lowtide.kernels import _nvrtc, _sz_functions, _sz_jobs
 
 TENSOR, RUNS, INNER, ANY, FIXED = _sz_jobs._TENSOR, _sz_jobs._RUNS, _sz_jobs._INNER, _sz_jobs._ANY, _sz_jobs._FIXED
 V, M, B = "ONLY_VALUES", "ONLY_MASK", "BOTH"
@@ -51,15 +51,15 @@ def _compiled() -> Iterator[Any]:
     first = {instance[0]: instance for instance in reversed(COMPILED)}
     for arch in ("sm_80", "sm_90", "sm_100"):
         for instance in COMPILED if arch == "sm_90" else first.values():
-            yield pytest.param(arch, instance, id=f"{arch}-{_sz_cuda.expression(*instance)}")
+            yield pytest.param(arch, instance, id=f"{arch}-{_sz_functions.expression(*instance)}")
 
 
 @requires_nvrtc
 @pytest.mark.parametrize(("arch", "instance"), list(_compiled()))
 def test_registers_suffice(arch: str, instance: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWTIDE_CACHE_DIR", str(tmp_path / "kept"))
-    expression = _sz_cuda.expression(*instance)
-    cubin, lowered = _nvrtc.compile(_sz_cuda.PROGRAM.source, expression, arch, "sz")
+    expression = _sz_functions.expression(*instance)
+    cubin, lowered = _nvrtc.compile(_sz_functions.PROGRAM.source, expression, arch, "sz")
     assert instance[0] in lowered
     used = usage(cubin, tmp_path)
     spilled = SPILLED.get((arch, expression), 0)
@@ -69,7 +69,7 @@ def test_registers_suffice(arch: str, instance: Any, tmp_path: Path, monkeypatch
 
 # The same for kernels in graphs: the first of each kernel, and the one that has no register left.
 IN_GRAPHS = [
-    pytest.param(arch, instance, id=f"{arch}-{_sz_cuda.expression(*instance)}")
+    pytest.param(arch, instance, id=f"{arch}-{_sz_functions.expression(*instance)}")
     for arch in ("sm_80", "sm_90", "sm_100")
     for instance in [*{instance[0]: instance for instance in reversed(COMPILED)}.values(), COMPILED[8]]
 ]
@@ -88,7 +88,7 @@ SPILLED_IN_GRAPHS = {
 @pytest.mark.parametrize(("arch", "instance"), IN_GRAPHS)
 def test_registers_suffice_in_graphs(arch: str, instance: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWTIDE_CACHE_DIR", str(tmp_path / "kept"))
-    expression, program = _sz_cuda.expression(*instance), _sz_cuda.REPLAYED
+    expression, program = _sz_functions.expression(*instance), _sz_functions.REPLAYED
     used = usage(_nvrtc.compile(program.source, expression, arch, program.name)[0], tmp_path)
     spilled = SPILLED_IN_GRAPHS.get((arch, expression), 0)
     assert used["STACK"] <= spilled and used["LOCAL"] == 0, f"{used}: more is spilled than {spilled} bytes"
@@ -99,4 +99,4 @@ def test_registers_suffice_in_graphs(arch: str, instance: Any, tmp_path: Path, m
 def test_an_instance_that_does_not_exist_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWTIDE_CACHE_DIR", str(tmp_path))
     with pytest.raises(LowtideError, match=r"sz: nvrtc.* failed for 'blocks_encode<double"):
-        _nvrtc.compile(_sz_cuda.PROGRAM.source, "blocks_encode<double, 0, 0, true>", "sm_90", "sz")
+        _nvrtc.compile(_sz_functions.PROGRAM.source, "blocks_encode<double, 0, 0, true>", "sm_90", "sz")

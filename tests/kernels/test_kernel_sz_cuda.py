@@ -20,7 +20,7 @@ from torch import Tensor
 from lowtide.codecs.sz import Plan, Sz
 from lowtide.coding import rans, rans_fit
 from lowtide.errors import PayloadError
-from lowtide.kernels import _sz_cuda, _sz_jobs
+from lowtide.kernels import _sz_cuda, _sz_functions, _sz_jobs
 from lowtide.kernels._sz_cuda import SzCuda
 from lowtide.records import Bound, Encoded, TensorSpec
 
@@ -32,8 +32,8 @@ def emulated(
     kernel: str, device: int, dtype: str, entry: int, zero: int, dithered: bool, *, values: int = 0, give: str = "0",
     replayed: bool = False,
 ) -> EmulatedFunction:  # fmt: skip
-    program = _sz_cuda.REPLAYED if replayed else _sz_cuda.PROGRAM
-    return Emulated(program).function(_sz_cuda.expression(kernel, dtype, entry, zero, dithered, values, give))
+    program = _sz_functions.REPLAYED if replayed else _sz_functions.PROGRAM
+    return Emulated(program).function(_sz_functions.expression(kernel, dtype, entry, zero, dithered, values, give))
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -405,6 +406,49 @@ def test_a_function_is_loaded_once(driver: Notes, monkeypatch: pytest.MonkeyPatc
     assert [arguments[1] for arguments in builds] == [PLAIN, FUSED]
 
 
+@requires_nvrtc
+def test_a_kernel_is_compiled_once_by_however_many_threads(
+    driver: Notes, monkeypatch: pytest.MonkeyPatch, builds: list[Any]
+) -> None:
+    """And what was compiled ahead is only loaded, also where nothing can be kept on disk."""
+    monkeypatch.setenv("LOWTIDE_CACHE_DIR", "/dev/null/kept")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(driver, "cuModuleLoadData", lambda module, cubin: int(not cubin.startswith(b"\x7fELF")))
+    monkeypatch.setattr(driver, "cuModuleGetFunction", lambda *_: 0)
+    program, found = Program("scale", SOURCE + "// by many\n"), []
+    ahead = [program.compile_ahead(expression, 0) for expression in (PLAIN, FUSED, PLAIN)]
+    threads = [threading.Thread(target=lambda: found.append(program.function(PLAIN, 0))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for compiled in ahead:
+        compiled.result(60)
+    assert program.function(FUSED, 0) is program.function(FUSED, 0)
+    assert len(set(found)) == 1 and len(found) == 4
+    assert sorted(arguments[1] for arguments in builds) == [PLAIN, FUSED]
+
+
+@requires_nvrtc
+@pytest.mark.parametrize("place", ["the binding", "ctypes"])
+def test_others_go_on_while_a_kernel_is_compiled(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that kept the interpreter's lock would stop them for all of it."""
+    nvrtc = _nvrtc._nvrtc()
+    if place == "ctypes":
+        found = [path for path in _nvrtc._places() if Path(path).is_file()]
+        nvrtc = _nvrtc._Library(found[0]) if found else pytest.skip("libnvrtc is not in a package")
+    options = ("--gpu-architecture=sm_90", *_nvrtc._OPTIONS)
+    thread = threading.Thread(target=_nvrtc._build, args=(nvrtc, SOURCE, PLAIN, options, "scale"))
+    begin = last = time.perf_counter()
+    longest = 0.0
+    thread.start()
+    while thread.is_alive():
+        time.sleep(0.0005)
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+    assert longest < (last - begin) / 2
+
+
 # Launches on a device
 
 
@@ -452,6 +496,28 @@ def test_kernels_run_on_the_stream_they_are_given_and_in_graphs() -> None:
     y.fill_(float("nan"))
     graph.replay()
     assert torch.equal(y, expected * 3 + 1)
+
+
+@pytest.mark.gpu
+def test_another_thread_loads_while_this_one_captures() -> None:
+    """In the mode in which steps are captured."""
+    x, y, expected = given()
+    run(x, y)
+    program, graph = Program("scale", SOURCE + "// meanwhile\n"), torch.cuda.CUDAGraph()
+    program.compile_ahead(PLAIN, 0).result(60)
+    loaded: list[Function] = []
+    thread = threading.Thread(target=lambda: loaded.append(program.function(PLAIN, 0)))
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        thread.start()
+        thread.join()
+        run(x, y)
+    y.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(y, expected)
+    y.fill_(float("nan"))
+    arguments = struct.pack("PPII", x.data_ptr(), y.data_ptr(), x.numel(), 255)
+    loaded[0].launch(4, 256, 1024, arguments, torch.cuda.current_stream().cuda_stream)
+    assert torch.equal(y, expected)
 
 
 @pytest.mark.gpu

@@ -125,7 +125,7 @@ def test_a_coder_without_tables_is_surveyed_once(coder, surveys, monkeypatch):
     sites, rule = Sites(refresh=64), BoundRule.parse("1.0 std")
     for _ in range(6):  # the first save, and those number 1 and 4; number 2 has the model of the one before
         memo = recall(sites, torch.randn(8, 6, 500), rule, CHANNEL, Sz(coder=coder))
-        while memo.survey is not None and memo.survey.model(Sz(coder=coder), memo, 24000) is None:
+        while memo.survey is not None and memo.survey.fitted(Sz(coder=coder), memo, torch.empty(8, 6, 500)) is None:
             pass
     assert len(taken) == surveys
 
@@ -138,7 +138,7 @@ def test_a_model_that_does_as_well_as_it_did_is_kept(rate: float, surveys: int, 
     monkeypatch.setattr(Sz, "survey", lambda codec, x, grid: taken.append(x) or survey(codec, x, grid))
     for save in range(128):
         memo = recall(sites, torch.randn(8, 6, 500), rule, CHANNEL, codec)
-        while memo.survey is not None and memo.survey.model(codec, memo, 24000) is None:
+        while memo.survey is not None and memo.survey.fitted(codec, memo, torch.empty(8, 6, 500)) is None:
             pass
         memo.rate = 0.05 * (rate if save >= 64 else 1.0)
         if save == 60:
@@ -153,7 +153,7 @@ def test_a_bound_that_leaps_does_without_a_model_until_it_is_at_rest():
     def save(rule: str) -> Any:
         memo = recall(sites, torch.randn(8, 6, 500), BoundRule.parse(rule), CHANNEL, codec)
         if memo.survey is not None:
-            while memo.survey.model(codec, memo, 24000) is None:
+            while memo.survey.fitted(codec, memo, torch.empty(8, 6, 500)) is None:
                 pass
         memo.rate = memo.rate or 0.05
         return memo
@@ -415,7 +415,7 @@ def growing(rates: list[float], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     sites, rule, codec = Sites(refresh=64), BoundRule.parse("1.0 std"), Sz(coder="rans")
     for _ in range(40):
         memo = recall(sites, torch.randn(8, 6, 500), rule, CHANNEL, codec)
-        while memo.survey is not None and memo.survey.model(codec, memo, 24000) is None:
+        while memo.survey is not None and memo.survey.fitted(codec, memo, torch.empty(8, 6, 500)) is None:
             pass
         memo.rate, memo.rated = memo.plan.model.bits / 32, memo.plan.model
     seen = []
@@ -424,7 +424,7 @@ def growing(rates: list[float], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             memo.rate, memo.rated = rate * memo.plan.model.bits / 32, memo.plan.model
         recall(sites, torch.randn(8, 6, 500), rule, CHANNEL, codec)
         seen.append((memo.plan.model is not None, memo.survey is not None))
-        while memo.survey is not None and memo.survey.model(codec, memo, 24000) is None:
+        while memo.survey is not None and memo.survey.fitted(codec, memo, torch.empty(8, 6, 500)) is None:
             pass
     return seen
 

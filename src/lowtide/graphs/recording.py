@@ -26,7 +26,8 @@ from lowtide.sites import Memo
 from lowtide.stores import Store
 from lowtide.stores.device import Device
 
-_CAPTURED = ("bitmask", "division", "groups", "identity", "norm_groups", "sample_groups", "shape", "sz", "window_index")
+_CAPTURED = ("bitmask", "cast", "division", "groups", "identity", "norm_groups", "sample_groups", "shape", "sz",
+             "window_index")  # fmt: skip
 _WASTEFUL = 0.98  # of the room that a graph has; if another one would do with less, it is worth its capture
 _MOST_TICKETS = 4096  # payloads of a graph for which there is pinned memory before the capture begins
 

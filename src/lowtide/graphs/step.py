@@ -74,6 +74,7 @@ class GraphStep:
             raise GraphError(f"slack is a share of a payload, from 0 to {MOST:g}; got {slack!r}")
         self._step = step
         self._recorder, self._machine, self._cell = recorder, machine, cell
+        recorder.sites.replayed = True
         self._is_measured, self._count_moves = is_measured, moves
         self._schedule = Schedule(warmup, refresh)
         self._warmup, self._rooms = warmup, Rooms(slack)

@@ -2,7 +2,10 @@
 
 1. ``compile`` turns source into machine code, through ``cuda.bindings`` or, where that is missing, through ctypes on
    libnvrtc. It needs no GPU. What it made is kept on disk: a second process only reads a file.
-2. ``Program.function`` loads that code on a device, into the context that torch uses. Ask before a graph is captured.
+   ``Program.compile_ahead`` has that done by other threads, several kernels at a time; both ways release the GIL.
+2. ``Program.function`` loads that code on a device, into the context that torch uses. Ask before a graph is captured:
+   CUDA forbids loading to the thread that captures, and where a capture has the mode ``global``, to all others.
+   Threads that compile ahead never load.
 3. ``Function.launch`` is one call of the driver: no allocation on the device, no synchronisation, from any thread.
 
 Multiply-adds are not fused: bounds and bytes rest on every rounding. A kernel that wants one calls ``fmaf``.
@@ -20,6 +23,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from ctypes import addressof, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_void_p, sizeof
 from dataclasses import dataclass
@@ -30,11 +34,13 @@ from typing import Any
 
 import torch
 
+from lowtide.background import Background, Once
 from lowtide.errors import LowtideError
 
 __all__ = ["Function", "Program", "available", "compile", "current_stream"]
 
 _OPTIONS = ("-std=c++17", "--fmad=false", "-default-device")
+_MOST_COMPILERS = 4  # threads, and no more than half of the cores: training needs some, too
 
 # CUfunction_attribute and CUresult, from cuda.h.
 _SHARED_NBYTES, _LOCAL_NBYTES, _REGISTERS, _MAX_DYNAMIC_SHARED = 1, 3, 4, 8
@@ -63,6 +69,11 @@ class Program:
     def function(self, expression: str, device: int) -> Function:
         """The kernel that ``expression`` names, such as ``encode<float, 4, true>``, loaded on ``device``."""
         return _load(self, expression, device)
+
+    def compile_ahead(self, expression: str, device: int) -> Future[None]:
+        """Have it compiled by another thread, so that ``function`` need not; done at once if one is at it already."""
+        arch = _arch(device)
+        return _COMPILERS.submit(lambda: _compile.unless_begun(self, expression, arch))
 
 
 class Function:
@@ -178,12 +189,23 @@ def compile(source: str, expression: str, arch: str, name: str) -> tuple[bytes, 
     return cubin, lowered
 
 
-# Two threads that ask at once both load the kernel. Either copy works.
-@cache
+@Once
 def _load(program: Program, expression: str, device: int) -> Function:
-    major, minor = torch.cuda.get_device_capability(device)
-    cubin, lowered = compile(program.source, expression, f"sm_{major}{minor}", program.name)
+    cubin, lowered = _compile(program, expression, _arch(device))
     return Function(f"{program.name}: {expression}", cubin, lowered, device)
+
+
+@Once
+def _compile(program: Program, expression: str, arch: str) -> tuple[bytes, str]:
+    return compile(program.source, expression, arch, program.name)
+
+
+def _arch(device: int) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+_COMPILERS = Background("lowtide-nvrtc", min(_MOST_COMPILERS, max((os.cpu_count() or 1) // 2, 1)))
 
 
 def _build(nvrtc: Any, source: str, expression: str, options: tuple[str, ...], name: str) -> tuple[bytes, str]:

@@ -9,10 +9,11 @@ waits for the device instead.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,26 +22,19 @@ from lowtide.bounds import BoundSource
 from lowtide.codecs.sz import Plan, Sz
 from lowtide.coding import dither, layout
 from lowtide.coding.grid import Grid
-from lowtide.kernels import _nvrtc, _rows, _tickets
+from lowtide.kernels import _rows, _tickets
 from lowtide.kernels._aside import Aside
 from lowtide.kernels._nvrtc import current_stream
-from lowtide.kernels._sz_jobs import ROUND, TYPES, WARPS, Decoding, Encoding, decoding_of, encoding_of
+from lowtide.kernels._sz_functions import BOTH, MASK, VALUES, missing
+from lowtide.kernels._sz_functions import function as _function
+from lowtide.kernels._sz_jobs import TYPES, WARPS, Decoding, Encoding, decoding_of, encoding_of
 from lowtide.kernels._sz_twin import SzTwin
 from lowtide.kernels._workspaces import EAGER, Replay
 from lowtide.kernels._workspaces import SLOTS as _SLOTS
 from lowtide.records import Bound, Encoded, Need, TensorSpec
 
-PROGRAM = _nvrtc.Program.read(
-    "sz", "dtypes.cuh", "sz_args.cuh", "sz_entries.cuh", "sz_grid.cuh", "sz_exact.cuh", "sz_places.cuh", "sz_rans.cuh",
-    "sz_rans_encode.cu", "sz_rans_decode.cu", "sz_blocks.cu",
-)  # fmt: skip
-
-# The same for graphs that are replayed: sz_args.cuh says what is different.
-REPLAYED = _nvrtc.Program("sz_replayed", f"#define REPLAYED true\n{PROGRAM.source}")
-
 _ARGS = struct.Struct("<12Q2Q4I2I4if5Ii6I4xQQ")
 _NO_DIGITS = (0.0, 0, 0, 0, 0, 0, 0)
-_VALUES, _MASK, _BOTH = "ONLY_VALUES", "ONLY_MASK", "BOTH"  # what a decoder gives, as the kernels name it
 _SLACK = 1 / 48  # of room beyond the last payload of the same place
 _SMALL = 1 << 15  # values; below, the heads of rans outweigh its gain
 
@@ -65,6 +59,21 @@ class SzCuda(SzTwin):
     ) -> Plan:
         plan = SzTwin.fit(self, grid, sample, count, zero_code, before)
         return replace(plan, model=None) if count < _SMALL else plan
+
+    def compile_ahead(self, plan: Plan, spec: TensorSpec, *, replayed: bool = False) -> list[Future[None]]:
+        """Have other threads compile what saves of such tensors by ``plan`` launch, and their backward.
+
+        ``replayed``: and what graphs launch. Whoever asks for a kernel before it is there waits for it.
+        """
+        wanted = missing(self.codec, spec, plan, replayed=replayed)
+        return [kernel.program.compile_ahead(kernel.expression, kernel.device) for kernel in wanted]
+
+    def make_ready(self, plan: Plan, spec: TensorSpec, *, replayed: bool = False) -> None:
+        """Wait until it is compiled, and load it: the first launch by ``plan`` then takes no longer than any other."""
+        for compiled in self.compile_ahead(plan, spec, replayed=replayed):
+            compiled.result()
+        for kernel in missing(self.codec, spec, plan, replayed=replayed):
+            _function(**kernel._asdict())
 
     def measure(self, x: Tensor, source: BoundSource, need: Need) -> tuple[Bound, Grid] | None:
         """What ``source`` says of ``x``, and the grid it leads to, in few launches; None where that does not reach."""
@@ -187,7 +196,7 @@ class SzCuda(SzTwin):
         if hint is None or hint.job.headers or not encoded.meta["zero_code"]:
             return None
         values, mask = (_room_for(encoded.spec) for _ in range(2))
-        self._restore(encoded, hint, _BOTH, values, mask, aside=aside)
+        self._restore(encoded, hint, BOTH, values, mask, aside=aside)
         return values, mask
 
     def _decode(self, encoded: Encoded, *, mask: bool, aside: Aside | None = None) -> Tensor:
@@ -195,7 +204,7 @@ class SzCuda(SzTwin):
         if hint is None:
             return self.codec.nonzero(encoded) if mask else self.codec.decode(encoded)
         x = _room_for(encoded.spec)
-        self._restore(encoded, hint, _MASK if mask else _VALUES, x, aside=aside)
+        self._restore(encoded, hint, MASK if mask else VALUES, x, aside=aside)
         return x
 
     def _find(self, encoded: Encoded) -> _Hint | None:
@@ -219,7 +228,7 @@ class SzCuda(SzTwin):
         function = _function(
             job.kernel, index, *job.template, values=job.values, give=give, replayed=replay is not None
         )
-        shared = 0 if give == _MASK else job.shared
+        shared = 0 if give == MASK else job.shared
         stream = aside.begin() if aside is not None else current_stream(index)
         function.launch(min(job.blocks, _processors(index) * 8), WARPS * 32, shared, arguments, stream)
         if aside is not None:
@@ -305,6 +314,22 @@ class _Parts(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._cut())
 
+    @property
+    def buffer(self) -> Tensor:
+        return self._buffer
+
+    def refill(self, encoded: Encoded) -> Callable[[Tensor], Encoded]:
+        """Makes ``encoded`` again of a copy of its buffer: what a store that moves payloads asks for."""
+        fields, ready, hint = (encoded.codec, encoded.version, encoded.spec, encoded.meta), self._ready, encoded.hint
+
+        def fill(buffer: Tensor) -> Encoded:
+            again = Encoded(*fields, _Parts(buffer, ready))
+            if type(hint) is _Hint:
+                object.__setattr__(again, "hint", hint.moved(buffer.data_ptr() - hint.heads_at))
+            return again
+
+        return fill
+
 
 @dataclass(slots=True)
 class _Hint:
@@ -322,6 +347,13 @@ class _Hint:
     high: int
     nbytes: int = 0
     replay: Replay | None = None
+
+    def moved(self, by: int) -> _Hint:
+        """For a copy of the buffer that lies ``by`` bytes further on."""
+        return _Hint(
+            self.job, self.step_at, self.centre_at, self.freqs_at, self.words_at + by, self.heads_at + by,
+            self.headers_at + by, self.words, self.low, self.high, self.nbytes, self.replay,
+        )  # fmt: skip
 
     @classmethod
     def of(cls, encoded: Encoded) -> _Hint | None:
@@ -370,34 +402,6 @@ def _trim(encoded: Encoded, words: int) -> Encoded:
         if name in parts:
             parts[name] = parts[name].clone()
     return replace(encoded, tensors={**parts, "words": parts["words"][:words].clone()})
-
-
-_FUNCTIONS: dict[Any, _nvrtc.Function] = {}
-
-
-def _function(
-    kernel: str, device: int, dtype: str, entry: int, zero: int, dithered: bool, *, values: int = 0,
-    give: str = _VALUES, replayed: bool = False,
-) -> _nvrtc.Function:  # fmt: skip
-    key = (kernel, device, dtype, entry, zero, dithered, values, give, replayed)
-    function = _FUNCTIONS.get(key)
-    if function is None:
-        program = REPLAYED if replayed else PROGRAM
-        _FUNCTIONS[key] = function = program.function(
-            expression(kernel, dtype, entry, zero, dithered, values, give), device
-        )
-    return function
-
-
-def expression(kernel: str, dtype: str, entry: int, zero: int, dithered: bool, values: int, give: str = _VALUES) -> str:
-    """The template of a kernel, as NVRTC names it."""
-    parts = [dtype]
-    if values:
-        parts += [str(values), str(ROUND[values])]
-    parts += [str(entry), str(zero), str(dithered).lower()]
-    if kernel.endswith("decode"):
-        parts.append(give)
-    return f"{kernel}<{', '.join(parts)}>"
 
 
 _PROCESSORS: dict[int, int] = {}
