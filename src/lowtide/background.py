@@ -31,6 +31,7 @@ class Background:
         with self._lock:
             if self._is_closed:
                 raise RuntimeError(f"{self._name}: the interpreter ends, nothing is begun any more")
+            self._threads = [thread for thread in self._threads if thread.is_alive()]  # none is, in a forked process
             while len(self._threads) < self._count:
                 self._threads.append(threading.Thread(target=self._run, name=self._name, daemon=True))
                 self._threads[-1].start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -89,3 +90,18 @@ def test_a_failure_is_not_kept() -> None:
     with pytest.raises(ValueError, match="no"):
         once.unless_begun("a")
     assert once("a") == once("a") == "yes"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_forked_process_has_threads_of_its_own():
+    background = Background("forked")
+    assert background.submit(lambda: 1).result(timeout=20) == 1
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            status = 0 if background.submit(lambda: 2).result(timeout=20) == 2 else 1
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
