@@ -89,6 +89,7 @@ class Session:
         if again and model is not None:
             self._scopes.regions = Regions(model, again, capture, self.ledger, exact=boundary == "exact")
         self._modules: list[nn.Module] = []
+        self._is_detached = False
         self._collector = Collector(optimizer)
         self._step_handle: Any = None
         self._warned_idle = False
@@ -110,9 +111,30 @@ class Session:
         self._modules.clear()
         if self._step_handle is not None:
             self._step_handle.remove()
-        self._scopes.abandon()
+        self._is_detached = True
+        self._scopes.end_block()
         self._capture.on_named = None
         self._collector.close()
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Hold what is saved in this ``with`` block outside of the model, by a loss above all, like the model's saves.
+
+            with tide.recording():
+                loss = F.cross_entropy(model(x), y)
+            loss.backward()
+
+        ``attach`` alone records the forward of the model. Backward may run inside of the block or after it, several
+        forwards may be in it, and blocks may be nested: the outermost counts. It is for the thread that enters it, does
+        nothing once the session is detached, and is refused inside of ``torch.func`` transforms and ``torch.compile``.
+        A target, or whatever else is no function of parameters, is kept as it is: its owner holds it anyway.
+        """
+        opened = not self._is_detached and self._scopes.begin_block()
+        try:
+            yield
+        finally:
+            if opened:
+                self._scopes.end_block()
 
     def step(self, loss: Tensor | float | None = None) -> None:
         """A training step has ended: bounds may change now. Called by the optimizer's hook if one was given.
@@ -286,16 +308,15 @@ def attach(model: nn.Module, method: str = DEFAULT_METHOD, **options: Any) -> Se
 
 @contextlib.contextmanager
 def compress(model: nn.Module | None = None, method: str = DEFAULT_METHOD, **options: Any) -> Iterator[Session]:
-    """The same for a ``with`` block. What a loss saves outside the model counts too, but is kept as it is where no
-    later save leads back to its op. Without a model, saves are named by their op alone. Methods that set their own
-    bounds learn from step to step: a block of one step has their first ones.
+    """The same for a ``with`` block, what a loss saves outside of the model included. Without a model, saves are named
+    by their op alone. Methods that set their own bounds learn from step to step: a block of one step has their first
+    ones.
     """
     session = Session(model, method, **options)
     try:
-        session._scopes.begin_block()
-        yield session
+        with session.recording():
+            yield session
     finally:
-        session._scopes.end_block()
         session.detach()
 
 

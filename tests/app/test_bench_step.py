@@ -182,15 +182,17 @@ def test_a_model_without_blocks_cannot_be_checkpointed():
 
 def test_presets_are_methods_with_bounds():
     bold = Variant.parse("bold:blocks(norm=0.2 std)")
-    assert bold.method == "fixed" and bold.options == {"linear": "1.0 std", "norm": "0.2 std", "coder": "blocks"}
-    careful = Variant.parse("careful").options
+    expected = {"linear": "1.0 std", "norm": "0.2 std", "log_probability": "0.1", "coder": "blocks"}
+    assert bold.method == "fixed" and bold.options == expected
+    careful = dict(Variant.parse("careful").options)
+    assert careful.pop("log_probability") == "0.05"
     assert set(careful.values()) == {"0.4 std"} and {"linear", "norm", "attention", "pointwise"} <= careful.keys()
     assert Variant.parse("exact").is_exact and not Variant.parse("plain").method
 
 
 def test_graphs_are_an_option_of_plain_and_of_methods():
     bold, plain = Variant.parse("bold:blocks(graph=true)"), Variant.parse("plain(graph=true)")
-    assert bold.is_graphed and bold.options == {"linear": "1.0 std", "norm": "1.0 std", "coder": "blocks"}
+    assert bold.is_graphed and bold.options == {**Variant.parse("bold").options, "coder": "blocks"}
     assert plain.is_graphed and not plain.method and not Variant.parse("bold(graph=false)").is_graphed
     beside = Variant.parse("bold(graph=true,beside=true)")
     assert beside.is_beside and "beside" not in beside.options and not bold.is_beside

@@ -12,6 +12,7 @@ from torch import nn
 from lowtide.app import zoo
 from lowtide.app.shared import workload
 from lowtide.app.shared.specs import UsageError
+from lowtide.app.shared.variants import Variant
 from lowtide.app.shared.workload import Data, Task, find_workload
 from lowtide.errors import UnknownNameError
 
@@ -103,6 +104,19 @@ def test_options_go_to_the_model_and_to_its_data():
     load = find_workload("resnet18", {"image_size": 16, "num_classes": 5}, tiny=True)
     task = Task(load, "fp32", batch=2, device=CPU)
     assert task.inputs.shape == (2, 3, 16, 16) and task.forward().shape == (2, 5)
+
+
+@pytest.mark.parametrize(("method", "bound"), [("bold", "0.1"), ("careful", "0.05"), ("fixed", "0.02")])
+def test_lowtide_records_the_loss_of_a_task(method, bound):
+    """With a bound of the preset's own; without a session there is nothing to record."""
+    task = Task(find_workload("gpt", {"vocab_size": 512}, tiny=True), "fp32", batch=2, device=CPU)
+    with Variant.parse(method).attached(task, seed=0) as session:
+        loss = task.loss()
+        (entry,) = [entry for entry in session.report().sites if entry.name == "(model):log_softmax.result"]
+        assert (entry.codec, entry.bound, entry.raw_nbytes) == ("sz", bound, 2 * 16 * 512 * 4)
+        loss.backward()
+        task.step()
+    assert task.session is None and task.step().isfinite()
 
 
 @pytest.fixture

@@ -41,6 +41,7 @@ class Capture:
         recast: bool,
         remake: bool = False,
     ) -> None:
+        self._has_model = model is not None
         modules = model.modules() if model is not None else ()
         self._buffer_owners = [module for module in modules if module._buffers]
         self._dedup = Deduplicator(ledger)
@@ -50,7 +51,7 @@ class Capture:
         self.on_named: Callable[[Any, Handle], None] | None = None  # while statistics are wanted
         self._habits = Habits()
         self._small: dict[str, str] = {}  # what small tensors are called, by module path
-        self.scopes = Scopes(self._pack, _unpack, self._resolve_output, self._flush)
+        self.scopes = Scopes(self._pack, _unpack, self._look, self._settle_all, self._flush)
 
     def _pack(self, tensor: Tensor) -> Any:
         scope, module, path = self.scopes.current()
@@ -217,6 +218,8 @@ class Capture:
             return left
         if torch._C._current_graph_task_id() != -1:
             return identity.BACKWARD
+        if module is None and self._has_model and tensor.grad_fn is None and tensor.is_floating_point():
+            return identity.OUTSIDE
         return identity.FROZEN_CAST if identity.is_frozen_cast(tensor, module) else None
 
     def _held_by_others(self, storage: int, scope: Scope) -> identity.Left | None:
@@ -249,9 +252,12 @@ class Capture:
         recast = Recast(parameter, tensor, path)
         return recast if recast.fits else None
 
-    def _resolve_output(self, scope: Scope, output: Any) -> None:
+    def _look(self, scope: Scope, output: Any) -> None:
+        """Name the saves that an output leads to; they are settled later: the next op may save the same tensors."""
         if scope.unresolved:
             self._resolve(scope, [tensor.grad_fn for tensor in identity.tensors_in(output)], building=False)
+
+    def _settle_all(self, scope: Scope) -> None:
         self._settle_ready(scope, None)
 
     def _flush(self, scope: Scope) -> None:

@@ -50,6 +50,7 @@ META = Left("meta tensor: there is nothing to store")
 EXPANDED = Left("expanded view: a copy would be larger than its storage")
 FROZEN_CAST = Left("cast of a frozen weight")
 BACKWARD = Left("saved during backward")
+OUTSIDE = Left("no gradient leads to it, and the model has not made it: the caller holds it, as a rule")  # a target
 
 
 def parameter_kind(tensor: Tensor) -> Left | None:

@@ -20,7 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.capture import graph, identity
 from lowtide.capture.handles import Entry, Handle, StorageRecord
-from lowtide.errors import LowtideWarning
+from lowtide.capture.outputs import Watch
+from lowtide.errors import AttachError, LowtideWarning
 
 _RUN_AGAIN = ("torch.utils.checkpoint", "lowtide.recompute")  # hooks under which a module runs again, or will
 
@@ -45,7 +46,7 @@ class Regions(Protocol):
 
 
 class Scope:
-    """One stretch of recording: a forward of the attached model, or a ``compress`` block."""
+    """One stretch of recording: a forward of the attached model, or a block."""
 
     def __init__(self) -> None:
         self.walker = graph.Walker()
@@ -60,6 +61,7 @@ class Scope:
         self.saved_in: dict[str, int] = {}  # by module path
         self.packed = 0
         self.is_new = True  # nothing was saved yet in this forward
+        self.has_run = False  # a forward in a block, of which the loss may be still to come
         self.is_pushed = False
         self.region: Region | None = None  # a module at work that will be run again in backward
 
@@ -91,24 +93,27 @@ class _Local(threading.local):
         self.stack: list[tuple[nn.Module, str, FrameType]] = []
         self.scope: Scope | None = None
         self.block: Scope | None = None
+        self.watch: Watch | None = None  # on, outside of modules in a block
 
 
 class Scopes:
     """Opens a scope when the outermost module is entered, closes it when that module is left, however it is left.
 
-    ``resolve(scope, output)`` is called when the outermost module has returned ``output``, ``close(scope)`` when a
-    scope has ended, both with our hooks off already: whatever they raise, no hooks are left on.
+    ``look(scope, output)`` is called when the outermost module, or an op outside of modules in a block, has returned
+    ``output``; ``settle(scope)`` when a forward has ended or backward is about to begin, and ``close(scope)`` when a
+    scope has ended. At the end of a scope our hooks are off already: whatever they raise, no hooks are left on.
     """
 
     def __init__(
         self,
         pack: Callable[[Tensor], Any],
         unpack: Callable[[Any], Tensor],
-        resolve: Callable[[Scope, Any], None],
+        look: Callable[[Scope, Any], None],
+        settle: Callable[[Scope], None],
         close: Callable[[Scope], None],
     ) -> None:
         self._pack, self._unpack = pack, unpack
-        self._resolve, self._close = resolve, close
+        self._look, self._settle, self._close = look, settle, close
         self._local = _Local()
         self._warned: set[str] = set()
         self._calls: dict[str, int] = {}  # how deep below a call of a module, by its path, the surrounding one runs
@@ -121,14 +126,14 @@ class Scopes:
         local = self._local
         if local.stack and not self._is_below(local.stack[-1][2], self._calls, path):
             self._drop_dead_frames(frame)
-        if not local.stack and local.block is None and not self._open_for(inputs):
-            return
-        if local.scope is None and local.block is not None:
-            local.scope = local.block
-            local.scope.inputs = identity.storages(inputs)
-            local.scope.calls.clear()
-            local.scope.saved_in.clear()
-            local.scope.is_new = True
+        if not local.stack:
+            if not self._may_record():
+                return
+            self._pause_watch()
+            if local.block is not None and self._is_innermost():
+                self._begin_forward(local.block, inputs)
+            else:
+                self._open(inputs)
         local.stack.append((module, path, frame))
         if self.regions is not None and local.scope is not None:
             self.regions.enter(local.scope, module, inputs)
@@ -149,11 +154,15 @@ class Scopes:
         if not is_block:
             self._pop(scope)
         if output is not None:
-            self._resolve(scope, output)
-        if not is_block:
+            self._look(scope, output)
+            self._settle(scope)
+        if is_block:
+            scope.has_run = output is not None
+        else:
             self._close(scope)
-        if output is not None:
-            self.on_forward(scope)
+            if output is not None:
+                self.on_forward(scope)
+        self._watch()
 
     def is_running(self, module: nn.Module) -> bool:
         stack = self._local.stack
@@ -162,27 +171,49 @@ class Scopes:
         return any(entry[0] is module for entry in stack)
 
     def abandon(self) -> None:
-        """Stop recording in this thread, in the middle of a forward if need be."""
+        """Stop recording in this thread, in the middle of a forward if need be; a block goes on."""
         local = self._local
         scope, local.scope = local.scope, None
         local.stack.clear()
         if scope is not None and scope is not local.block:
             self._pop(scope)
             self._close(scope)
+        self._watch()
 
-    def begin_block(self) -> None:
-        """Open a scope that lasts until ``end_block``, whatever runs inside."""
+    def begin_block(self) -> bool:
+        """Open a scope that lasts until ``end_block``, whatever runs inside. False if there is no need for one [2]."""
+        if torch.compiler.is_compiling():
+            raise AttachError("torch.compile met a block that Lowtide records, which cannot be compiled; leave it out")
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise AttachError(
+                "a torch.func transform forbids saved-tensor hooks, so nothing can be recorded inside of it; put the "
+                "block around code that the transform does not run, or leave it out"
+            )
+        local = self._local
+        if local.stack:
+            self._drop_dead_frames(sys._getframe(1))
+        if local.block is not None or local.scope is not None or self._runs_again():
+            return False
         self._warn_nested(torch._C._autograd._top_saved_tensors_default_hooks(False))
-        scope = self._local.block = Scope()
+        scope = Scope()
         self._push(scope)
+        local.block = scope
+        self._watch()
+        return True
 
     def end_block(self) -> None:
-        scope, self._local.block = self._local.block, None
-        self._local.scope = None
-        self._local.stack.clear()
-        if scope is not None:
-            self._pop(scope)
-            self._close(scope)
+        """Close this thread's block, if one is open."""
+        self.abandon()
+        local = self._local
+        block, local.block = local.block, None
+        if block is None:
+            return
+        if local.watch is not None:
+            local.watch.off()
+            local.watch = None
+        self._pop(block)
+        self._close(block)
+        self._end_forward(block)
 
     def current(self) -> tuple[Scope | None, nn.Module | None, str]:
         """The scope to record into, and the innermost module being run, for the code that calls this."""
@@ -224,11 +255,9 @@ class Scopes:
         if not stack:
             self.abandon()
 
-    def _open_for(self, inputs: Any) -> bool:
-        """Open a scope unless this run must be left alone [9]."""
-        if not torch.is_grad_enabled():
-            return False
-        if torch._C._current_graph_task_id() != -1:  # a recomputation inside backward
+    def _may_record(self) -> bool:
+        """Whether a run is recorded, or must be left alone [9]."""
+        if not torch.is_grad_enabled() or self._runs_again():
             return False
         if torch._C._functorch.peek_interpreter_stack() is not None:
             self._warn(
@@ -237,14 +266,65 @@ class Scopes:
                 "nothing is compressed there. Call detach() before compiling",
             )
             return False
+        return True
+
+    @staticmethod
+    def _runs_again() -> bool:
+        """Whether this is inside of backward, or in a checkpoint, whose own hooks must see all saves."""
+        if torch._C._current_graph_task_id() != -1:
+            return True
         other = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if other is not None and getattr(other[0], "__module__", None) in _RUN_AGAIN:
-            return False
-        self._warn_nested(other)
+        return other is not None and getattr(other[0], "__module__", None) in _RUN_AGAIN
+
+    def _is_innermost(self) -> bool:
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        return top is not None and top[0] == self._pack
+
+    def _open(self, inputs: Any) -> None:
+        """Open a scope for one run of the outermost module."""
+        self._warn_nested(torch._C._autograd._top_saved_tensors_default_hooks(False))
         scope = self._local.scope = Scope()
         scope.inputs = identity.storages(inputs)
         self._push(scope)
-        return True
+
+    def _begin_forward(self, block: Scope, inputs: Any) -> None:
+        """A forward inside of a block: names and numbers start anew."""
+        self._end_forward(block)
+        self._local.scope = block
+        block.inputs = identity.storages(inputs)
+        block.calls.clear()
+        block.saved_in.clear()
+        block.is_new = True
+
+    def _end_forward(self, block: Scope) -> None:
+        """A forward in a block ends with its loss: where the next one begins, or the block ends."""
+        if block.has_run:
+            block.has_run = False
+            self.on_forward(block)
+
+    def _watch(self) -> None:
+        """In a block, look at what ops outside of modules return."""
+        local = self._local
+        if local.block is not None and local.watch is None:
+            local.watch = Watch(self._before_backward, self._after_op)
+            local.watch.on()
+
+    def _pause_watch(self) -> None:
+        """Not while a module runs, which would take time; left on if it lies below a mode of somebody else."""
+        watch = self._local.watch
+        if watch is not None and watch.is_top():
+            watch.off()
+            self._local.watch = None
+
+    def _before_backward(self) -> None:
+        local = self._local
+        if local.block is not None and not local.stack:
+            self._settle(local.block)
+
+    def _after_op(self, output: Any) -> None:
+        local = self._local
+        if local.block is not None and local.block.unresolved and not local.stack:
+            self._look(local.block, output)
 
     def _push(self, scope: Scope) -> None:
         torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)

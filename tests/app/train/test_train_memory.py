@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from lowtide import attach
 from lowtide.app import zoo
@@ -13,6 +15,8 @@ from lowtide.app.shared import allocator
 from lowtide.app.train.advice import advise, suggest_batch
 from lowtide.app.train.config import Config
 from lowtide.app.train.memory import Meter
+from lowtide.app.train.prepare import understand
+from lowtide.app.train.trainer import Trainer
 
 CPU = torch.device("cpu")
 
@@ -27,9 +31,8 @@ def test_what_plain_training_saves_is_what_the_ledger_says(name):
         model = entry.build(**entry.tiny)
         session = attach(model, method) if method else None
         meter = Meter(model, session, CPU)
-        with meter.forward(inputs):
-            output = model(inputs)
-        loss = F.cross_entropy(output, target)
+        with session.recording() if session else contextlib.nullcontext(), meter.forward(inputs):
+            loss = F.cross_entropy(model(inputs), target)
         meter.after_forward()
         loss.backward()
         figures.append((meter.raw, float(loss.detach())))
@@ -90,3 +93,42 @@ def test_gaps_are_named_where_the_user_has_chosen_them(monkeypatch, is_off):
     for device, wanted in ((_Device(), is_off), (CPU, False)):
         said = advise(config, "in step 3", meter=meter, session=None, device=device)
         assert (named in said) == wanted and "; try --batch " in said
+
+
+@pytest.mark.parametrize("method", ["plain", "fixed"])
+def test_the_loss_of_a_run_counts(net, method):
+    """What plain training is said to hold does not depend on who counts it; Lowtide compresses the loss, too."""
+    read = Config.read(
+        {
+            "model": {"name": net},
+            "data": {"name": "digits", "options": {"train": 64, "test": 80}},
+            "train": {"batch": 32},
+            "method": {"name": method, "options": {"min_size": 1} if method == "fixed" else {}},
+        }
+    )
+    trainer = Trainer(*understand(read), CPU)
+    trainer.step(0)
+    assert trainer.meter.raw == _saved_plainly(trainer)
+    if trainer.session is not None:
+        codecs = {entry.name: entry.codec for entry in trainer.session.report().sites}
+        assert codecs["(model):log_softmax.result"] == "sz" and codecs["(model):nll_loss.self"] == "shape"
+    trainer.close()
+
+
+def _saved_plainly(trainer: Trainer) -> int:
+    """Bytes of forward and loss, counted by hooks of another kind."""
+    trainer.close()
+    inputs, targets = trainer.batches.training(0)
+    assert trainer.pictures is not None
+    inputs = trainer.pictures.training(inputs, 0)
+    found: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        found[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        trainer._score(trainer.model(inputs), targets)
+    for other in (inputs, *trainer.model.parameters(), *trainer.model.buffers()):
+        found.pop(other.untyped_storage().data_ptr(), None)
+    return sum(tensor.untyped_storage().nbytes() for tensor in found.values())

@@ -1,7 +1,8 @@
 """Measure whole training steps: time, memory and cost on the host, methods side by side.
 
-A method is plain, checkpoint, compile, a preset (bold: bounds of 1.0 std for conv, linear and norm inputs; careful:
-0.4 std for all values) or a method of Lowtide, with options as in bold:blocks or "fixed(linear=0.4 std, coder=rans)".
+A method is plain, checkpoint, compile, a preset (bold: bounds of 1.0 std for conv, linear and norm inputs, 0.1 for
+log-probabilities; careful: 0.4 std for all values, 0.05 for those) or a method of Lowtide, with options as in
+bold:blocks or "fixed(linear=0.4 std, coder=rans)".
 With graph=true, as in "plain(graph=true),bold(graph=true)", forward and backward are replayed as a CUDA graph. Plain is
 measured before and after the others, whether it is named or not. Columns and conditions: docs/bench.md.
 """

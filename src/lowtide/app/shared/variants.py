@@ -28,8 +28,14 @@ from lowtide.session import Session, attach
 
 OTHERS = ("plain", "checkpoint", "compile")
 PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "bold": ("fixed", {"linear": "1.0 std", "norm": "1.0 std"}),
-    "careful": ("fixed", dict.fromkeys(("linear", "norm", "attention", "product", "pointwise"), "0.4 std")),
+    "bold": ("fixed", {"linear": "1.0 std", "norm": "1.0 std", "log_probability": "0.1"}),
+    "careful": (
+        "fixed",
+        {
+            **dict.fromkeys(("linear", "norm", "attention", "product", "pointwise"), "0.4 std"),
+            "log_probability": "0.05",
+        },
+    ),
 }
 _RESERVED = ("optimizer", "check", "seed")
 
@@ -91,10 +97,12 @@ class Variant:
         )
         if self.is_graphed and not check:
             make = partial(session.graph, warmup=warmup, beside=self.is_beside)
+        task.session = session
         try:
             with _graphed(task, make):
                 yield session
         finally:
+            task.session = None
             session.detach()
 
 

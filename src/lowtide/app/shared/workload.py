@@ -22,6 +22,7 @@ from lowtide.app import zoo
 from lowtide.app.shared.specs import UsageError
 from lowtide.app.zoo.tasks import classification_loss, sample_images
 from lowtide.errors import UnknownNameError
+from lowtide.session import Session
 
 PRECISIONS = ("fp32", "tf32", "bf16")
 _TORCHVISION = "torchvision:"
@@ -164,6 +165,7 @@ class Task:
         self.items = self.inputs.numel() if workload.kind == "tokens" else batch
         self.optimizer = _make_optimizer(self.model)
         self.call: Callable[[Tensor], Tensor] = self.model
+        self.session: Session | None = None  # attached to the model: it records the loss, too
         self.graphed: Callable[[Tensor, Tensor], Tensor] | None = None  # in place of pass_through
 
     def draw(self) -> tuple[Tensor, Tensor]:
@@ -176,7 +178,12 @@ class Task:
             return self.call(self.inputs if inputs is None else inputs)
 
     def loss(self) -> Tensor:
-        return self.score(self.forward().float(), self.target)
+        """Forward and loss over the batch at hand."""
+        return self._loss_of(self.inputs, self.target)
+
+    def _loss_of(self, inputs: Tensor, target: Tensor) -> Tensor:
+        with self.session.recording() if self.session is not None else contextlib.nullcontext():
+            return self.score(self.forward(inputs).float(), target)
 
     def step(self) -> Tensor:
         """One training step, all of it; the loss, which nobody has to wait for."""
@@ -188,7 +195,7 @@ class Task:
 
     def pass_through(self, inputs: Tensor, target: Tensor) -> Tensor:
         """Forward and backward over a batch; the loss."""
-        loss = self.score(self.forward(inputs).float(), target)
+        loss = self._loss_of(inputs, target)
         loss.backward()
         return loss
 

@@ -27,7 +27,7 @@ class Meter:
 
     @contextlib.contextmanager
     def forward(self, inputs: Tensor) -> Iterator[None]:
-        """Around the forward pass of the model."""
+        """Around the forward pass of the model and the loss."""
         if self._session is not None or self.raw is not None:
             yield
             return

@@ -86,15 +86,20 @@ class Trainer:
         with contextlib.ExitStack() as stack:
             if timeline is not None:
                 stack.enter_context(timeline.following())
-            with self._autocast(), self.meter.forward(inputs):
-                output = self.model(inputs)
-            loss = self._score(output, targets, smoothing=self.config.train.label_smoothing)
-            del output
+            with self._recording(), self.meter.forward(inputs):
+                with self._autocast():
+                    output = self.model(inputs)
+                loss = self._score(output, targets, smoothing=self.config.train.label_smoothing)
+                del output
             self.meter.after_forward()
             if timeline is not None:
                 stack.enter_context(timeline.backward())
             self.scaler.scale(loss).backward()
         return loss.detach()
+
+    def _recording(self) -> contextlib.AbstractContextManager[None]:
+        """Around forward and loss: Lowtide holds what both save."""
+        return contextlib.nullcontext() if self.session is None else self.session.recording()
 
     def evaluate(self) -> tuple[float, float]:
         """Accuracy and mean loss over the test split."""
