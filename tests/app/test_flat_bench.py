@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import argparse
 import csv
-import importlib.util
-from pathlib import Path
 from types import ModuleType
 
 import pytest
+from repository_scripts import load_script
 
 from lowtide.app.shared.specs import UsageError
 
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "flat.py"
-    spec = importlib.util.spec_from_file_location("flat_benchmark", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("benchmarks/flat.py")
 
 
 def options(bench: ModuleType, *given: str) -> argparse.Namespace:

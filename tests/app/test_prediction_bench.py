@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import csv
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from repository_scripts import load_script
 from torch import Tensor, nn
 
 from lowtide.app.shared.specs import UsageError
@@ -21,13 +19,7 @@ from lowtide.codecs.sz import Sz
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "prediction.py"
-    spec = importlib.util.spec_from_file_location("prediction_benchmark", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where its dataclasses look for their annotations
-    spec.loader.exec_module(module)
-    return module
+    return load_script("benchmarks/prediction.py")
 
 
 def options(bench: ModuleType, *arguments: str, out: Any = "-") -> argparse.Namespace:

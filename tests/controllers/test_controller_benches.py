@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import argparse
 import csv
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from repository_scripts import load_script
 
 from lowtide.app.bench.timing import Times
 from lowtide.app.shared.specs import UsageError
 from lowtide.controllers.budget import Budget
-
-
-def load(name: str) -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"{name}_benchmark", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def options(bench: ModuleType, *arguments: str, out: Any = "-") -> argparse.Namespace:
@@ -39,7 +30,7 @@ def read(path: Path) -> list[dict[str, str]]:
 
 def test_noise_is_measured_on_the_batch_that_it_was_predicted_for(tmp_path, capsys):
     """A GPT, whose attention needs a second set of rules. Four draws of weights with at least 1024 entries."""
-    bench, out = load("noise"), tmp_path / "noise.csv"
+    bench, out = load_script("benchmarks/noise.py"), tmp_path / "noise.csv"
     settings = ("gpt", "--batch", "8", "--warm", "10", "--updates", "4", "--noise", "0.01,0.05")
     rows = bench.run(options(bench, *settings, out=out))
     assert [row["noise"] for row in rows] == [0.01] * 8 + [0.05] * 8, "the head shares its weight with the embedding"
@@ -56,7 +47,7 @@ def test_noise_is_measured_on_the_batch_that_it_was_predicted_for(tmp_path, caps
 
 def test_texts_follow_one_circle_in_seven_of_ten_cases():
     """4096 pairs: the share has a standard deviation of 0.7 %. A jump may hit the right token by chance."""
-    source = load("noise").Texts(torch.zeros(1, 64, dtype=torch.int64), 97, 3)
+    source = load_script("benchmarks/noise.py").Texts(torch.zeros(1, 64, dtype=torch.int64), 97, 3)
     tokens, target = source.batch(64)
     assert torch.equal(tokens[:, 1:], target[:, :-1])
     after = torch.empty(97, dtype=torch.int64)
@@ -67,7 +58,7 @@ def test_texts_follow_one_circle_in_seven_of_ten_cases():
 
 def test_measuring_leaves_no_trace_in_a_run(tmp_path):
     """Losses at the end are bit-equal whether there were measurements before or not."""
-    bench = load("track")
+    bench = load_script("benchmarks/track.py")
     settings = ("--batch", "64", "--steps", "6", "--draws", "2", "--set", "width=4")
     sites = tmp_path / "sites.csv"
     often = bench.run(options(bench, *settings, "--every", "2", "--sites", str(sites), out=tmp_path / "track.csv"))
@@ -83,7 +74,7 @@ def test_measuring_leaves_no_trace_in_a_run(tmp_path):
 
 
 def test_budgets_met_and_one_that_cannot_be(tmp_path):
-    bench, out = load("budgets"), tmp_path / "budgets.csv"
+    bench, out = load_script("benchmarks/budgets.py"), tmp_path / "budgets.csv"
     rows = bench.run(options(bench, "gpt", "--batch", "16", "--steps", "20", "--budgets", "0.25", out=out))
     plain, quarter, impossible = rows
     assert plain["budget"] is None and plain["ok"] and "ledger_off" not in plain
@@ -98,7 +89,7 @@ def test_budgets_met_and_one_that_cannot_be(tmp_path):
 
 
 def test_a_budget_is_compared_with_what_plain_training_holds():
-    bench = load("budgets")
+    bench = load_script("benchmarks/budgets.py")
     plain = {"ok": True, "budget": None, "held": 1000}
     row = {"ok": True, "budget": 0.25, "held": 255, "ledger_raw": 800, "ledger_held": 196}
     bench.relate(row, plain)
@@ -108,7 +99,7 @@ def test_a_budget_is_compared_with_what_plain_training_holds():
 
 def test_overhead_of_a_period_by_hand():
     """Two windows of eight steps. Ordinary steps take 100 ms, the others 50, 10, 20 and 5 ms more: 85 of 40,000."""
-    bench = load("overhead")
+    bench = load_script("benchmarks/overhead.py")
     median = [150.0, 110.0, 120.0, 105.0, 100.0, 100.0, 100.0, 100.0]
     found = bench.summarise([Times((time - 1, time + 1)) for time in median])
     assert (found["ordinary_ms"], found["statistics_ms"], found["update_ms"], found["new_bounds_ms"]) == (
@@ -120,7 +111,7 @@ def test_overhead_of_a_period_by_hand():
 
 
 def test_windows_begin_with_a_measurement(tmp_path, monkeypatch):
-    bench, asked, wants = load("overhead"), [], Budget.wants
+    bench, asked, wants = load_script("benchmarks/overhead.py"), [], Budget.wants
 
     def watch(self: Budget, step: int) -> Any:
         wish = wants(self, step)
@@ -139,7 +130,7 @@ def test_windows_begin_with_a_measurement(tmp_path, monkeypatch):
 
 
 def test_overhead_is_that_of_method_budget():
-    bench = load("overhead")
+    bench = load_script("benchmarks/overhead.py")
     for method in ("bold", "budget(period=10)"):
         with pytest.raises(UsageError, match="sets its period itself; got"):
             bench.run(options(bench, "gpt", "--methods", method))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,18 +11,14 @@ from typing import Any
 import pytest
 import torch
 from live_memory import LiveMeter
+from repository_scripts import load_script
 
 MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
 def growth() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "growth.py"
-    spec = importlib.util.spec_from_file_location("growth_benchmark", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("benchmarks/growth.py")
 
 
 def options(growth: ModuleType, *arguments: str) -> argparse.Namespace:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 from guarded import Guarded
+
+from lowtide.kernels import _nvrtc
 
 Emulate = Callable[[ModuleType, Callable[..., Any]], Guarded]
 
@@ -25,3 +28,23 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulate]:
 
     yield stand_in
     guarded.check()
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where compiled kernels are kept on disk: a folder that is not there yet."""
+    monkeypatch.setenv("LOWTIDE_CACHE_DIR", str(tmp_path / "kept"))
+    return tmp_path / "kept"
+
+
+@pytest.fixture
+def builds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What was compiled, and not read from disk."""
+    seen, build = [], _nvrtc._build
+
+    def recorded(*arguments: Any) -> tuple[bytes, str]:
+        seen.append(arguments[1:])
+        return build(*arguments)
+
+    monkeypatch.setattr(_nvrtc, "_build", recorded)
+    return seen

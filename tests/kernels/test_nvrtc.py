@@ -1,11 +1,9 @@
-"""CUDA C++ compiles without a GPU, what was compiled is kept and checked, and a launch says what is wrong with it."""
+"""CUDA C++ compiles without a GPU, and what was compiled is kept and checked."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
-import struct
 import subprocess
 import sys
 import threading
@@ -16,51 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from machine_code import requires_nvrtc
+from scale_kernel import FUSED, PLAIN, SOURCE
 
 from lowtide.errors import LowtideError
 from lowtide.kernels import _nvrtc
-from lowtide.kernels._nvrtc import Function, Program
+from lowtide.kernels._nvrtc import Program
 
-requires_nvrtc = pytest.mark.skipif(
-    _nvrtc._nvrtc() is None, reason="NVRTC is not installed: pip install nvidia-cuda-nvrtc cuda-bindings"
-)
-
-# y = x * FACTOR + 1, by way of dynamic shared memory; what lies behind ``last`` words of it is not used.
-SOURCE = """
-struct Arguments { const float* x; float* y; unsigned count, last; };
-
-template <int FACTOR, bool FUSED>
-__global__ void scale(const Arguments a) {
-    extern __shared__ float staged[];
-    unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
-    float* mine = staged + a.last - threadIdx.x;
-    *mine = i < a.count ? a.x[i] : 0;
-    __syncthreads();
-    if (i < a.count) a.y[i] = FUSED ? fmaf(*mine, FACTOR, 1) : *mine * FACTOR + 1;
-}
-"""
-PROGRAM = Program("scale", SOURCE)
-PLAIN, FUSED = "scale<3, false>", "scale<3, true>"
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache."""
-    monkeypatch.setenv("LOWTIDE_CACHE_DIR", str(tmp_path / "kept"))
-    return tmp_path / "kept"
-
-
-@pytest.fixture
-def builds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What was compiled, and not read from disk."""
-    seen, build = [], _nvrtc._build
-
-    def recorded(*arguments: Any) -> tuple[bytes, str]:
-        seen.append(arguments[1:])
-        return build(*arguments)
-
-    monkeypatch.setattr(_nvrtc, "_build", recorded)
-    return seen
+pytestmark = pytest.mark.usefixtures("kept")
 
 
 def compile_plain() -> tuple[bytes, str]:
@@ -102,11 +63,11 @@ def test_the_binding_and_ctypes_make_the_same() -> None:
 
 
 @requires_nvrtc
-def test_multiply_add_is_fused_only_where_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_multiply_add_is_fused_only_where_asked(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tools = pytest.importorskip("triton", reason="the disassembler comes with Triton").knobs.nvidia
 
     def fused(expression: str) -> bool:
-        cubin = folder.parent / "inspected.cubin"
+        cubin = kept.parent / "inspected.cubin"
         cubin.write_bytes(_nvrtc.compile(SOURCE, expression, "sm_90", "scale")[0])
         path = f"{Path(tools.nvdisasm.path).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         command = [tools.cuobjdump.path, "-sass", str(cubin)]
@@ -129,13 +90,10 @@ def test_multiply_add_is_fused_only_where_asked(folder: Path, monkeypatch: pytes
         (SOURCE, PLAIN, "sm_3", r"(?s)--gpu-architecture=sm_3 .*NVRTC_ERROR_INVALID_OPTION"),
     ],
 )
-def test_a_compile_error_has_the_log(source: str, expression: str, arch: str, message: str, folder: Path) -> None:
+def test_a_compile_error_has_the_log(source: str, expression: str, arch: str, message: str, kept: Path) -> None:
     with pytest.raises(LowtideError, match=message):
         _nvrtc.compile(source, expression, arch, "scale")
-    assert not folder.exists(), "a failure was kept"
-
-
-# Kept on disk
+    assert not kept.exists(), "a failure was kept"
 
 
 @requires_nvrtc
@@ -147,9 +105,32 @@ def test_a_program_of_several_files_names_the_one_with_the_error() -> None:
 
 
 @requires_nvrtc
-def test_a_second_process_compiles_nothing(builds: list[Any], folder: Path) -> None:
+@pytest.mark.parametrize("place", ["the binding", "ctypes"])
+def test_others_go_on_while_a_kernel_is_compiled(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that kept the interpreter's lock would stop them for all of it."""
+    nvrtc = _nvrtc._nvrtc()
+    if place == "ctypes":
+        found = [path for path in _nvrtc._places() if Path(path).is_file()]
+        nvrtc = _nvrtc._Library(found[0]) if found else pytest.skip("libnvrtc is not in a package")
+    options = ("--gpu-architecture=sm_90", *_nvrtc._OPTIONS)
+    thread = threading.Thread(target=_nvrtc._build, args=(nvrtc, SOURCE, PLAIN, options, "scale"))
+    begin = last = time.perf_counter()
+    longest = 0.0
+    thread.start()
+    while thread.is_alive():
+        time.sleep(0.0005)
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+    assert longest < (last - begin) / 2
+
+
+# Kept on disk
+
+
+@requires_nvrtc
+def test_a_second_process_compiles_nothing(builds: list[Any], kept: Path) -> None:
     first = compile_plain()
-    assert [path.suffix for path in folder.iterdir()] == [".cubin"]
+    assert [path.suffix for path in kept.iterdir()] == [".cubin"]
     assert compile_plain() == first
     assert len(builds) == 1
 
@@ -171,14 +152,14 @@ def test_whatever_matters_is_in_the_key(builds: list[Any], monkeypatch: pytest.M
     [lambda old: b"", lambda old: old[:20], lambda old: old[:-1], lambda old: old[:50] + b"?" + old[51:]],
     ids=["empty", "in the digest", "truncated", "changed"],
 )
-def test_a_damaged_file_is_compiled_again(damage: Callable[[bytes], bytes], builds: list[Any], folder: Path) -> None:
+def test_a_damaged_file_is_compiled_again(damage: Callable[[bytes], bytes], builds: list[Any], kept: Path) -> None:
     first = compile_plain()
-    (kept,) = folder.iterdir()
-    whole = kept.read_bytes()
-    kept.write_bytes(damage(whole))
+    (file,) = kept.iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(damage(whole))
     assert compile_plain() == first
     assert len(builds) == 2
-    assert kept.read_bytes() == whole, "it was not repaired"
+    assert file.read_bytes() == whole, "it was not repaired"
 
 
 @requires_nvrtc
@@ -189,13 +170,13 @@ def test_a_cache_that_cannot_be_written_is_done_without(builds: list[Any], monke
 
 
 @requires_nvrtc
-def test_a_failed_write_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_nothing(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
     compile_plain()
-    assert list(folder.iterdir()) == []
+    assert list(kept.iterdir()) == []
 
 
 def test_where_it_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -260,288 +241,3 @@ def test_available_on_cuda_only(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _nvrtc.available.__wrapped__()
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert not _nvrtc.available.__wrapped__()
-
-
-# Launches, with a driver that only takes notes
-
-
-class Notes:
-    """The functions of libcuda that are used; ``context`` is the current one, 7 is the device's."""
-
-    def __init__(self, *, context: int | None = 7) -> None:
-        self.context, self.pushed, self.launches, self.allowed = context, [], [], []
-        self.failure = 0
-
-    def __getattr__(self, name: str) -> Callable[..., int]:
-        if name in ("cuInit", "cuDeviceGet"):
-            return lambda *_: 0
-        raise AttributeError(name)
-
-    def cuDevicePrimaryCtxRetain(self, context: Any, device: Any) -> int:
-        context._obj.value = 7
-        return 0
-
-    def cuCtxPushCurrent_v2(self, context: Any) -> int:
-        self.pushed.append(self.context)
-        self.context = context.value
-        return 0
-
-    def cuCtxPopCurrent_v2(self, context: Any) -> int:
-        self.context = self.pushed.pop()
-        return 0
-
-    def cuModuleLoadData(self, module: Any, cubin: bytes) -> int:
-        module._obj.value = 8
-        return 0 if cubin == b"cubin" and self.context == 7 else 200
-
-    def cuModuleGetFunction(self, function: Any, module: Any, lowered: bytes) -> int:
-        function._obj.value = 9
-        return 0 if (module.value, lowered) == (8, b"_Z5scale") else 500
-
-    def cuFuncGetAttribute(self, value: Any, attribute: int, function: Any) -> int:
-        value._obj.value = {1: 1024, 3: 16, 4: 40}[attribute]
-        return 0 if self.context == 7 else 201
-
-    def cuFuncSetAttribute(self, function: Any, attribute: int, value: int) -> int:
-        assert (function.value, attribute) == (9, 8)
-        self.allowed.append(value)
-        return 0 if self.context == 7 else 201
-
-    def cuFuncGetParamInfo(self, function: Any, index: Any, offset: Any, size: Any) -> int:
-        size._obj.value = 24
-        return 0 if self.context == 7 else 201
-
-    def cuLaunchKernel(self, function: int, *rest: Any) -> int:
-        if self.context != 7:
-            return 201 if self.context is None else 400
-        *sizes, stream, pointers, extra = rest
-        assert (function, extra) == (9, None)
-        address = ctypes.cast(pointers, ctypes.POINTER(ctypes.c_void_p))[0]
-        self.launches.append((*sizes, stream, ctypes.string_at(address, 24)))
-        return self.failure
-
-    def cuGetErrorName(self, status: int, text: Any) -> int:
-        text._obj.value = {1: b"CUDA_ERROR_INVALID_VALUE", 500: b"CUDA_ERROR_NOT_FOUND"}.get(status)
-        return 0
-
-    def cuGetErrorString(self, status: int, text: Any) -> int:
-        text._obj.value = {1: b"invalid argument"}.get(status)
-        return 0
-
-
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Notes:
-    notes = Notes()
-    monkeypatch.setattr(_nvrtc, "_driver", lambda: notes)
-    return notes
-
-
-def loaded() -> Function:
-    return Function("scale: it", b"cubin", "_Z5scale", 0)
-
-
-ARGUMENTS = bytes(range(24))
-
-
-@pytest.mark.parametrize("wrap", [bytes, ctypes.create_string_buffer, (ctypes.c_char * 24).from_buffer_copy])
-def test_a_launch_passes_everything_on(wrap: Callable[[bytes], Any], driver: Notes) -> None:
-    loaded().launch(3, 64, 100, wrap(ARGUMENTS), 0x7F0012345678)
-    assert driver.launches == [(3, 1, 1, 64, 1, 1, 100, 0x7F0012345678, ARGUMENTS)]
-
-
-def test_attributes_of_a_function(driver: Notes) -> None:
-    kernel = loaded()
-    assert (kernel.registers, kernel.local_nbytes) == (40, 16)
-
-
-def test_more_shared_memory_is_asked_for_once(driver: Notes) -> None:
-    """48 KiB together with the 1024 bytes that the kernel declares are free."""
-    kernel = loaded()
-    for shared in (0, 47 * 1024, 47 * 1024 + 1, 100_000, 60_000, 100_000, 100_001):
-        kernel.launch(1, 32, shared, ARGUMENTS, 0)
-    assert driver.allowed == [47 * 1024 + 1, 100_000, 100_001]
-    assert len(driver.launches) == 7
-
-
-@pytest.mark.parametrize("context", [None, 6], ids=["no context", "another device's"])
-def test_a_thread_elsewhere_launches_and_stays_there(context: int | None, driver: Notes) -> None:
-    driver.context = context
-    kernel = loaded()
-    assert driver.context == context
-    kernel.launch(1, 32, 50_000, ARGUMENTS, 0)
-    assert driver.context == context and len(driver.launches) == len(driver.allowed) == 1
-
-
-def test_errors_of_the_driver_are_told(driver: Notes) -> None:
-    kernel = loaded()
-    with pytest.raises(LowtideError, match="scale: it: its argument has 24 bytes, received 23"):
-        kernel.launch(1, 32, 0, ARGUMENTS[:-1], 0)
-    driver.failure = 1
-    message = "launching 1 blocks of 4096 threads with 5 bytes .*: CUDA_ERROR_INVALID_VALUE: invalid argument"
-    with pytest.raises(LowtideError, match=message):
-        kernel.launch(1, 4096, 5, ARGUMENTS, 0)
-    driver.failure = 12345
-    with pytest.raises(LowtideError, match="error 12345"):
-        kernel.launch(1, 32, 0, ARGUMENTS, 0)
-    with pytest.raises(LowtideError, match="other: cuModuleGetFunction failed: CUDA_ERROR_NOT_FOUND"):
-        Function("other", b"cubin", "_Z5scala", 0)
-
-
-def test_an_old_driver_does_not_say_how_long_the_argument_is(driver: Notes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(Notes, "cuFuncGetParamInfo")
-    loaded().launch(1, 32, 0, ctypes.create_string_buffer(ARGUMENTS, 24), 0)
-    assert len(driver.launches) == 1
-
-
-@requires_nvrtc
-def test_a_function_is_loaded_once(driver: Notes, monkeypatch: pytest.MonkeyPatch, builds: list[Any]) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(driver, "cuModuleLoadData", lambda module, cubin: int(not cubin.startswith(b"\x7fELF")))
-    monkeypatch.setattr(driver, "cuModuleGetFunction", lambda *_: 0)
-    program = Program("scale", SOURCE + "// of its own\n")
-    first = program.function(PLAIN, 0)
-    assert Program("scale", program.source).function(PLAIN, 0) is first
-    assert program.function(PLAIN, 1) is not first
-    assert program.function(FUSED, 0) is not first
-    assert [arguments[1] for arguments in builds] == [PLAIN, FUSED]
-
-
-@requires_nvrtc
-def test_a_kernel_is_compiled_once_by_however_many_threads(
-    driver: Notes, monkeypatch: pytest.MonkeyPatch, builds: list[Any]
-) -> None:
-    """And what was compiled ahead is only loaded, also where nothing can be kept on disk."""
-    monkeypatch.setenv("LOWTIDE_CACHE_DIR", "/dev/null/kept")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(driver, "cuModuleLoadData", lambda module, cubin: int(not cubin.startswith(b"\x7fELF")))
-    monkeypatch.setattr(driver, "cuModuleGetFunction", lambda *_: 0)
-    program, found = Program("scale", SOURCE + "// by many\n"), []
-    ahead = [program.compile_ahead(expression, 0) for expression in (PLAIN, FUSED, PLAIN)]
-    threads = [threading.Thread(target=lambda: found.append(program.function(PLAIN, 0))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for compiled in ahead:
-        compiled.result(60)
-    assert program.function(FUSED, 0) is program.function(FUSED, 0)
-    assert len(set(found)) == 1 and len(found) == 4
-    assert sorted(arguments[1] for arguments in builds) == [PLAIN, FUSED]
-
-
-@requires_nvrtc
-@pytest.mark.parametrize("place", ["the binding", "ctypes"])
-def test_others_go_on_while_a_kernel_is_compiled(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that kept the interpreter's lock would stop them for all of it."""
-    nvrtc = _nvrtc._nvrtc()
-    if place == "ctypes":
-        found = [path for path in _nvrtc._places() if Path(path).is_file()]
-        nvrtc = _nvrtc._Library(found[0]) if found else pytest.skip("libnvrtc is not in a package")
-    options = ("--gpu-architecture=sm_90", *_nvrtc._OPTIONS)
-    thread = threading.Thread(target=_nvrtc._build, args=(nvrtc, SOURCE, PLAIN, options, "scale"))
-    begin = last = time.perf_counter()
-    longest = 0.0
-    thread.start()
-    while thread.is_alive():
-        time.sleep(0.0005)
-        now = time.perf_counter()
-        longest, last = max(longest, now - last), now
-    assert longest < (last - begin) / 2
-
-
-# Launches on a device
-
-
-def run(x: torch.Tensor, y: torch.Tensor, *, shared: int = 1024, expression: str = PLAIN) -> None:
-    kernel = PROGRAM.function(expression, x.device.index)
-    arguments = struct.pack("PPII", x.data_ptr(), y.data_ptr(), x.numel(), shared // 4 - 1)
-    stream = torch.cuda.current_stream(x.device).cuda_stream
-    kernel.launch(-(-x.numel() // 256), 256, shared, arguments, stream)
-
-
-def given(device: str = "cuda:0") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    x = torch.randn(1000, device=device)
-    return x, torch.full_like(x, float("nan")), x * 3 + 1
-
-
-@pytest.mark.gpu
-def test_kernels_run() -> None:
-    x, y, expected = given()
-    run(x, y)
-    assert torch.equal(y, expected)
-    run(x, y, expression=FUSED)
-    assert torch.equal(y, (x.double() * 3 + 1).float())
-    kernel = PROGRAM.function(PLAIN, 0)
-    assert 0 < kernel.registers <= 255 and kernel.local_nbytes == 0
-
-
-@pytest.mark.gpu
-def test_kernels_use_all_of_shared_memory() -> None:
-    x, y, expected = given()
-    shared = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
-    run(x, y, shared=shared)
-    assert torch.equal(y, expected)
-    with pytest.raises(LowtideError, match="cuFuncSetAttribute failed: CUDA_ERROR_INVALID_VALUE"):
-        run(x, y, shared=shared + 1024)
-
-
-@pytest.mark.gpu
-def test_kernels_run_on_the_stream_they_are_given_and_in_graphs() -> None:
-    x, y, expected = given()
-    run(x, y)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run(x, y)
-        run(y, y)
-    y.fill_(float("nan"))
-    graph.replay()
-    assert torch.equal(y, expected * 3 + 1)
-
-
-@pytest.mark.gpu
-def test_another_thread_loads_while_this_one_captures() -> None:
-    """In the mode in which steps are captured."""
-    x, y, expected = given()
-    run(x, y)
-    program, graph = Program("scale", SOURCE + "// meanwhile\n"), torch.cuda.CUDAGraph()
-    program.compile_ahead(PLAIN, 0).result(60)
-    loaded: list[Function] = []
-    thread = threading.Thread(target=lambda: loaded.append(program.function(PLAIN, 0)))
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        thread.start()
-        thread.join()
-        run(x, y)
-    y.fill_(float("nan"))
-    graph.replay()
-    assert torch.equal(y, expected)
-    y.fill_(float("nan"))
-    arguments = struct.pack("PPII", x.data_ptr(), y.data_ptr(), x.numel(), 255)
-    loaded[0].launch(4, 256, 1024, arguments, torch.cuda.current_stream().cuda_stream)
-    assert torch.equal(y, expected)
-
-
-@pytest.mark.gpu
-def test_kernels_run_from_a_thread_that_has_made_no_cuda_call() -> None:
-    x, y, expected = given()
-    kernel = PROGRAM.function(PLAIN, 0)
-    arguments = struct.pack("PPII", x.data_ptr(), y.data_ptr(), x.numel(), 255)
-    stream = torch.cuda.current_stream().cuda_stream
-    thread = threading.Thread(target=kernel.launch, args=(4, 256, 1024, arguments, stream))
-    thread.start()
-    thread.join()
-    assert torch.equal(y, expected)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one device only")
-def test_kernels_run_on_a_device_that_is_not_the_current_one() -> None:
-    x, y, expected = given("cuda:1")
-    run(x, y)
-    assert torch.cuda.current_device() == 0
-    assert torch.equal(y, expected)
-
-
-@pytest.mark.gpu
-def test_a_launch_that_cannot_be_is_refused() -> None:
-    with pytest.raises(LowtideError, match=r"scale: scale<3, false>: launching .*CUDA_ERROR_INVALID_VALUE"):
-        PROGRAM.function(PLAIN, 0).launch(1, 4096, 0, bytes(24), 0)

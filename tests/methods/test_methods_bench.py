@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import csv
-import importlib.util
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from repository_scripts import load_script
 
 from lowtide.app.shared.specs import UsageError
 from lowtide.codecs.division import Division
@@ -19,12 +19,7 @@ from lowtide.registry import METHODS
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "methods.py"
-    spec = importlib.util.spec_from_file_location("methods_benchmark", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("benchmarks/methods.py")
 
 
 def options(bench: ModuleType, *arguments: str, out: str = "-") -> argparse.Namespace:

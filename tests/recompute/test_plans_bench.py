@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import argparse
 import csv
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from repository_scripts import load_script
 
 from lowtide.planner.clock import Clock
 
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "plans.py"
-    spec = importlib.util.spec_from_file_location("plans_benchmark", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("benchmarks/plans.py")
 
 
 @pytest.mark.usefixtures("_timed")

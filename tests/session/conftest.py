@@ -1,11 +1,12 @@
-"""A small model, its gradients."""
+"""A small model, its gradients; a look at what a block has left on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from recorded_losses import hooks_left
 from torch import Tensor, nn
 
 
@@ -35,3 +36,9 @@ def gradients() -> Callable[..., list[Tensor]]:
         return [parameter.grad.clone() for parameter in model.parameters()]
 
     return run
+
+
+@pytest.fixture
+def _nothing_is_left_on() -> Iterator[None]:
+    yield
+    assert hooks_left() == (None, 0)

@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-import gc
-import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
+from recorded_losses import LABELS, LOG_SOFTMAX, grads_of, run_recorded, sites_of
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu
-from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.app import zoo
-from lowtide.errors import AttachError, LowtideWarning
+
+pytestmark = pytest.mark.usefixtures("_nothing_is_left_on")
 
 KIB = 1024
-LABELS = torch.arange(64)
-LOG_SOFTMAX = "(model):log_softmax.result"
-
-
-def _hooks_left() -> tuple[object, int]:
-    return torch._C._autograd._top_saved_tensors_default_hooks(False), torch._C._len_torch_function_stack()
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left_on():
-    yield
-    assert _hooks_left() == (None, 0)
-
-
-def _sites(session: lowtide.Session) -> dict[str, str]:
-    return {entry.name: entry.codec for entry in session.report().sites}
 
 
 def _losses() -> dict[str, tuple[Callable[[Tensor], Tensor], dict[str, str]]]:
@@ -77,7 +58,7 @@ def test_what_losses_save_is_held_under_bounds(mlp, x, name, place):
         loss = loss_of(model(x))
         if place == "inside":
             loss.backward()
-    found = _sites(tide)
+    found = sites_of(tide)
     assert {name: found.get(f"(model):{name}") for name in expected} == expected
     if place == "after":
         assert tide.ledger.held < tide.ledger.raw / 2
@@ -92,13 +73,8 @@ def test_where_backward_runs_changes_nothing(mlp, x):
     for inside in (True, False):
         model = mlp()
         tide = lowtide.attach(model, "fixed", log_probability=0.5)
-        with tide.recording():
-            loss = F.cross_entropy(model(x), LABELS)
-            if inside:
-                loss.backward()
-        if not inside:
-            loss.backward()
-        results.append([parameter.grad for parameter in model.parameters()])
+        run_recorded(tide, lambda model=model: F.cross_entropy(model(x), LABELS), backward_inside=inside)
+        results.append(grads_of(model))
         tide.detach()
     plain = mlp()
     F.cross_entropy(plain(x), LABELS).backward()
@@ -108,16 +84,13 @@ def test_where_backward_runs_changes_nothing(mlp, x):
 
 @pytest.mark.parametrize("name", _losses())
 @pytest.mark.filterwarnings("ignore:reduction")
-def test_exact_is_bit_equal(mlp, x, name):
+def test_exact_is_bit_equal(mlp, x, name, assert_same):
     loss_of = _losses()[name][0]
     plain, model = mlp(), mlp()
     loss_of(plain(x)).backward()
     tide = lowtide.attach(model, "exact", check=True)
-    with tide.recording():
-        loss = loss_of(model(x))
-    loss.backward()
-    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)
+    run_recorded(tide, lambda: loss_of(model(x)), backward_inside=False)
+    assert_same(grads_of(plain), grads_of(model))
     tide.detach()
 
 
@@ -126,7 +99,7 @@ def test_without_it_the_loss_is_not_recorded(mlp, x):
     tide = lowtide.attach(model, "fixed")
     outside = F.cross_entropy(model(x), LABELS)
     raw = tide.ledger.raw
-    assert LOG_SOFTMAX not in _sites(tide)
+    assert LOG_SOFTMAX not in sites_of(tide)
     del outside
     with tide.recording():
         loss = F.cross_entropy(model(x), LABELS)
@@ -187,7 +160,7 @@ def test_forwards_before_and_losses_together(mlp, x):
     with tide.recording():
         outputs = [model(x), model(x + 1)]
         loss = sum(F.cross_entropy(output, LABELS) for output in outputs)
-    assert {LOG_SOFTMAX, f"{LOG_SOFTMAX}#1"} <= set(_sites(tide))
+    assert {LOG_SOFTMAX, f"{LOG_SOFTMAX}#1"} <= set(sites_of(tide))
     loss.backward()
     tide.detach()
 
@@ -198,7 +171,7 @@ def test_a_loss_of_a_forward_that_came_before(mlp, x):
     output = model(x)
     with tide.recording():
         loss = F.cross_entropy(output, LABELS)
-    assert _sites(tide)[LOG_SOFTMAX] == "sz"
+    assert sites_of(tide)[LOG_SOFTMAX] == "sz"
     loss.backward()
     tide.detach()
 
@@ -210,7 +183,7 @@ def test_the_outermost_of_nested_blocks_counts(mlp, x):
         with tide.recording():
             output = model(x)
         loss = F.cross_entropy(output, LABELS)  # the inner block has not ended the outer one
-    assert _sites(tide)[LOG_SOFTMAX] == "sz"
+    assert sites_of(tide)[LOG_SOFTMAX] == "sz"
     loss.backward()
     tide.detach()
 
@@ -234,255 +207,10 @@ def test_inside_of_a_forward_it_is_not_needed(x):
     tide = lowtide.attach(model, "fixed")
     for model.tide[0] in (None, tide):
         loss = model(x)
-        assert _sites(tide)[LOG_SOFTMAX] == "sz"
+        assert sites_of(tide)[LOG_SOFTMAX] == "sz"
         assert tide.ledger.held < 16 * KIB
         loss.backward()
         del loss
-    tide.detach()
-
-
-def test_each_thread_has_its_own(mlp, x):
-    model = mlp()
-    tide = lowtide.attach(model, "fixed")
-    with tide.recording():
-        thread = threading.Thread(target=lambda: F.cross_entropy(model(x), LABELS))
-        thread.start()
-        thread.join()
-        assert LOG_SOFTMAX not in _sites(tide), "the block is this thread's"
-        failures: list[BaseException] = []
-
-        def record() -> None:
-            try:
-                with tide.recording():
-                    F.cross_entropy(model(x), LABELS).backward()
-                assert _hooks_left() == (None, 0)
-            except BaseException as error:
-                failures.append(error)
-
-        thread = threading.Thread(target=record)
-        thread.start()
-        thread.join()
-        assert not failures and LOG_SOFTMAX in _sites(tide)
-        loss = F.cross_entropy(model(x), LABELS)
-    loss.backward()
-    del loss
-    assert tide.ledger.held == 0
-    tide.detach()
-
-
-class _Failing(nn.Module):
-    """Raises what it is given, in the middle of a model."""
-
-    error: BaseException | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.tanh()
-        if self.error is not None:
-            raise self.error
-        return y
-
-
-@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()], ids=["error", "interrupt"])
-@pytest.mark.parametrize("caught", ["outside", "inside"])
-def test_exceptions_leave_nothing(error, caught, x):
-    model = nn.Sequential(nn.Linear(64, 64), _Failing(), nn.Linear(64, 64))
-    tide = lowtide.attach(model, "fixed")
-    model[1].error = error
-    if caught == "outside":
-        with pytest.raises(type(error)), tide.recording():
-            model(x)
-        assert _hooks_left() == (None, 0)
-    with tide.recording():
-        if caught == "inside":
-            with pytest.raises(type(error)):
-                model(x)
-        model[1].error = None
-        loss = F.cross_entropy(model(x), LABELS)
-    assert _sites(tide)[LOG_SOFTMAX] == "sz"
-    loss.backward()
-    error.__traceback__ = None
-    del loss
-    gc.collect()
-    assert tide.ledger.held == tide.ledger.raw == 0
-    tide.detach()
-
-
-def test_a_loss_that_raises(mlp, x):
-    model = mlp()
-    tide = lowtide.attach(model, "fixed")
-    with pytest.raises(IndexError), tide.recording():
-        F.cross_entropy(model(x), LABELS + 1)
-    gc.collect()
-    assert _hooks_left() == (None, 0) and tide.ledger.held == 0
-    tide.detach()
-
-
-def test_running_out_of_memory_at_the_end(mlp, x, monkeypatch):
-    model = mlp()
-    tide = lowtide.attach(model, "fixed")
-    with pytest.raises(MemoryError), tide.recording():
-        loss = F.cross_entropy(model(x), LABELS)
-        monkeypatch.setattr(tide._pipeline, "_store", lambda *_: (_ for _ in ()).throw(MemoryError()))
-    assert _hooks_left() == (None, 0)
-    loss.backward()  # what was not coded is still there
-    tide.detach()
-
-
-def test_after_detach_it_does_nothing(mlp, x):
-    model = mlp()
-    tide = lowtide.attach(model, "fixed")
-    tide.detach()
-    with tide.recording():
-        assert _hooks_left() == (None, 0)
-        F.cross_entropy(model(x), LABELS).backward()
-    assert tide.ledger.raw_peak == 0
-
-
-def test_detach_ends_it(mlp, x):
-    model = mlp()
-    tide = lowtide.attach(model, "fixed")
-    with tide.recording():
-        loss = F.cross_entropy(model(x), LABELS)
-        tide.detach()
-        assert _hooks_left() == (None, 0)
-        raw = tide.ledger.raw
-        other = F.cross_entropy(model(x), LABELS)
-        assert tide.ledger.raw == raw
-    (loss + other).backward()
-
-
-def test_it_is_refused_where_hooks_are_forbidden(mlp, x):
-    model = mlp()
-    tide = lowtide.attach(model)
-
-    def inside(x: Tensor) -> Tensor:
-        with tide.recording():
-            return x.square().sum()
-
-    with pytest.raises(AttachError, match=r"torch\.func transform"):
-        torch.func.grad(inside)(x)
-    with torch.autograd.graph.disable_saved_tensors_hooks("not here"), pytest.raises(RuntimeError, match="not here"):
-        inside(x)
-    with tide.recording():  # and nothing has been left behind
-        F.cross_entropy(model(x), LABELS).backward()
-    assert LOG_SOFTMAX in _sites(tide)
-    tide.detach()
-
-
-def test_a_checkpoint_around_it_sees_all_saves(mlp, x):
-    plain, model = mlp(), mlp()
-    tide = lowtide.attach(model, "fixed")
-
-    def run(model: nn.Module, x: Tensor) -> Tensor:
-        with tide.recording():
-            return F.cross_entropy(model(x), LABELS)
-
-    checkpoint(run, model, x, use_reentrant=False).backward()
-    assert tide.ledger.raw_peak == 0
-    F.cross_entropy(plain(x), LABELS).backward()
-    assert torch.equal(plain[0].weight.grad, model[0].weight.grad)
-    tide.detach()
-
-
-@pytest.mark.parametrize("inside", [True, False])
-def test_a_checkpoint_in_it(mlp, x, inside):
-    """Run again in backward, which may be inside of the block."""
-    plain, model = mlp(), mlp()
-    F.cross_entropy(plain(x), LABELS).backward()
-    tide = lowtide.attach(model, "fixed", log_probability=1e-6)
-    with tide.recording():
-        loss = F.cross_entropy(checkpoint(model, x, use_reentrant=False), LABELS)
-        if inside:
-            loss.backward()
-    if not inside:
-        loss.backward()
-    assert _sites(tide)[LOG_SOFTMAX] == "sz"
-    torch.testing.assert_close(plain[0].weight.grad, model[0].weight.grad, rtol=1e-4, atol=1e-7)
-    tide.detach()
-
-
-@pytest.mark.parametrize("inside", [True, False])
-def test_with_modules_that_are_run_again(mlp, x, inside):
-    plain, model = nn.Sequential(mlp(), mlp()), nn.Sequential(mlp(), mlp())
-    F.cross_entropy(plain(x), LABELS).backward()
-    tide = lowtide.attach(model, "exact", recompute=True)
-    with tide.recording():
-        loss = F.cross_entropy(model(x), LABELS)
-        if inside:
-            loss.backward()
-    if not inside:
-        loss.backward()
-    assert {LOG_SOFTMAX, "1:recompute.input"} <= set(_sites(tide))
-    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)
-    tide.detach()
-
-
-def test_other_hooks_in_it(mlp, x):
-    """As with ``attach`` alone: theirs apply outside of the model, ours inside of it, and one warning says so."""
-    model = mlp()
-    tide = lowtide.attach(model, "fixed")
-    with tide.recording(), save_on_cpu():
-        with pytest.warns(LowtideWarning, match="other saved-tensor hooks"):
-            output = model(x)
-        loss = F.cross_entropy(output, LABELS)
-    assert "1:tanh.result" in _sites(tide) and LOG_SOFTMAX not in _sites(tide)
-    loss.backward()
-    tide.detach()
-
-
-def test_two_sessions(mlp, x):
-    """Each model has its own saves; the loss belongs to the innermost block."""
-    first, second = mlp(), mlp()
-    tides = lowtide.attach(first, "fixed"), lowtide.attach(second, "fixed")
-    with pytest.warns(LowtideWarning, match="other saved-tensor hooks"), tides[0].recording(), tides[1].recording():
-        loss = F.cross_entropy(second(first(x)), LABELS)
-    assert ["1:tanh.result" in _sites(tide) for tide in tides] == [True, True]
-    assert [LOG_SOFTMAX in _sites(tide) for tide in tides] == [False, True]
-    loss.backward()
-    for tide in tides:
-        tide.detach()
-
-
-class _Counting(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[object] = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.seen.append(func)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("order", ["around", "inside"])
-def test_function_modes_of_others_stay_on(mlp, x, order):
-    model, mode = mlp(), _Counting()
-    tide = lowtide.attach(model, "fixed")
-    blocks = (mode, tide.recording()) if order == "around" else (tide.recording(), mode)
-    with blocks[0], blocks[1]:
-        loss = F.cross_entropy(model(x), LABELS)
-    assert {F.tanh, torch.tanh} & set(mode.seen) and F.cross_entropy in mode.seen
-    assert _sites(tide)[LOG_SOFTMAX] == "sz"
-    loss.backward()
-    tide.detach()
-
-
-def test_ops_of_the_model_are_not_watched(mlp, x, monkeypatch):
-    """The mode would cost time for each of them."""
-    seen: list[object] = []
-    model = mlp()
-    tide = lowtide.attach(model, "fixed")
-    watched = lowtide.capture.outputs.Watch.__torch_function__
-
-    def watch(self, func, types, args=(), kwargs=None):
-        seen.append(func)
-        return watched(self, func, types, args, kwargs)
-
-    monkeypatch.setattr(lowtide.capture.outputs.Watch, "__torch_function__", watch)
-    with tide.recording():
-        loss = F.cross_entropy(model(x), LABELS)
-    loss.backward()
-    assert seen == [F.cross_entropy], "nor are our own"
     tide.detach()
 
 
@@ -492,7 +220,7 @@ def test_rules_that_name_what_the_loss_saves(mlp, x, recwarn):
     tide = lowtide.attach(model, "fixed", rules=[lowtide.Rule(op="log_softmax", keep=True)])
     with tide.recording():
         loss = F.cross_entropy(model(x), LABELS)
-    assert _sites(tide)[LOG_SOFTMAX] == "kept" and not recwarn
+    assert sites_of(tide)[LOG_SOFTMAX] == "kept" and not recwarn
     loss.backward()
     tide.detach()
 
@@ -511,7 +239,7 @@ def test_methods_train_with_it(mlp, x, method):
         tide.watch(loss)
         optimizer.step()
         losses.append(float(loss.detach()))
-    assert losses[-1] < losses[0] and LOG_SOFTMAX in _sites(tide)
+    assert losses[-1] < losses[0] and LOG_SOFTMAX in sites_of(tide)
     tide.detach()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,11 +9,11 @@ from types import ModuleType
 
 import pytest
 import torch
+from repository_scripts import load_script
 
 from lowtide.app.compare.runs import Run, Runner
 
-STUDY = Path(__file__).parents[2] / "study"
-sys.path.insert(0, str(STUDY))
+sys.path.insert(0, str(Path(__file__).parents[2] / "study"))
 
 _NET = """
 from torch import nn
@@ -49,24 +48,14 @@ lr = 0.05
 """
 
 
-def load(name: str) -> ModuleType:
-    """A script of the study, under a name that no other test has."""
-    spec = importlib.util.spec_from_file_location(f"study_{name}", STUDY / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where its dataclasses look for their types
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="session")
 def runner() -> ModuleType:
-    return load("run")
+    return load_script("study/run.py")
 
 
 @pytest.fixture(scope="session")
 def page() -> ModuleType:
-    return load("page")
+    return load_script("study/page.py")
 
 
 @pytest.fixture(autouse=True)
