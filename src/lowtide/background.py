@@ -6,7 +6,8 @@ import atexit
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -42,9 +43,8 @@ class Background:
         """Drop what has not begun; what has goes on."""
         with self._lock:
             self._is_closed = True
-            while not self._tasks.empty():
-                task = self._tasks.get()
-                if task is not None:
+            with suppress(Empty):
+                while task := self._tasks.get_nowait():
                     task[0].cancel()
             for _ in self._threads:
                 self._tasks.put(None)

@@ -109,12 +109,15 @@ def _measure(memo: Memo, x: Tensor, codec: Any, need: Need) -> tuple[Bound, Any]
     return measured if measured is not None else (memo.source.resolve(x, need), None)
 
 
-def _catch_up(device: torch.device) -> None:
-    """Tables are copied on the device's default stream; those who work on another one wait for that copy."""
+def _catch_up(model: Any, device: torch.device) -> None:
+    """Tables are copied on the device's default stream; those who work on another one wait for that copy, and it for
+    them before it has their memory for others."""
     if device.type == "cuda":
         current, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
         if current != default:
             current.wait_stream(default)
+            if model is not None:
+                model.freqs.record_stream(current)
 
 
 _WORKER = Background("lowtide")
@@ -226,6 +229,7 @@ class Sites:
 
     def _plan(self, memo: Memo, codec: Any, x: Tensor, *, due: bool, moved: bool, grid: Any) -> None:
         if memo.plan is None or (codec.keep_zeros and not memo.plan.zero_code):
+            memo.give_up_survey()  # its codes were to be coded without a code for zero
             memo.plan = codec.plan(x, memo.bound, memo.zero_code)
             memo.zero_code = memo.plan.zero_code  # from now on: what values depend on changes with the bound alone
             self._compile_ahead(memo.plan, codec, x)
@@ -239,9 +243,13 @@ class Sites:
             memo.plan, memo.leapt = dataclasses.replace(memo.plan, model=None), memo.saves
             memo.give_up_survey()
         if memo.survey is not None:
-            fitted = memo.survey.fitted(codec, memo, x, replayed=self.replayed)
+            try:
+                fitted = memo.survey.fitted(codec, memo, x, replayed=self.replayed)
+            except BaseException:
+                memo.survey = None  # told once; the site goes on with what it has
+                raise
             if fitted is not None:
-                _catch_up(x.device)
+                _catch_up(fitted.model, x.device)
                 memo.plan = dataclasses.replace(memo.plan, model=fitted.model)
                 memo.survey = None
                 memo.fitted, memo.usual, memo.leapt = memo.saves, 0.0, 0

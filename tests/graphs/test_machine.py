@@ -13,7 +13,7 @@ import torch
 
 from lowtide.errors import GraphError
 from lowtide.graphs import machine as machine_module
-from lowtide.graphs.machine import Cuda
+from lowtide.graphs.machine import Cuda, CudaGraph
 
 DEVICE = torch.device("cuda", 0)
 
@@ -199,6 +199,7 @@ def test_an_error_does_not_keep_what_the_step_had(driver):
     for kind in (ValueError, GraphError):
         with pytest.raises(GraphError, match="no tensor of 3 values") as caught:
             machine.capture(lambda kind=kind: step(kind), None)
-        gc.collect()
-        assert there[-1]() is None
+        frames = [item.frame.f_locals for item in caught.traceback]
+        assert not any(isinstance(value, CudaGraph) for names in frames for value in names.values()), "nor its memory"
+        assert there[-1]() is None, "without the garbage collector"
         assert 'raise kind(f"no tensor' in caught.value.__notes__[0], "where it happened is told in words"

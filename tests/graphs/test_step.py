@@ -176,6 +176,16 @@ def test_a_replay_that_does_not_fit_is_repeated(monkeypatch: pytest.MonkeyPatch)
     assert f"1 overflows, each repeated eagerly ({expected})" in net.step.describe()
 
 
+def test_what_never_fits_is_told_and_not_tried_for_ever(monkeypatch: pytest.MonkeyPatch):
+    """As a tensor with NaN in every step, where there is no room that could grow."""
+    net = Net(refresh=100)
+    net.train(6)
+    monkeypatch.setattr(Recording, "look", lambda self: [Overflow("0:addmm.mat1", 1, 0)])
+    with pytest.raises(GraphError, match=r"0:addmm\.mat1 has not fitted its codec in 3 replays in a row"):
+        net.train(20)
+    assert len(net.step.overflows) == 3
+
+
 def test_an_overflow_while_gradients_add_up(monkeypatch: pytest.MonkeyPatch):
     net = Net(refresh=100)
     net.train(6)

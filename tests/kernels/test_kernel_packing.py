@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,7 @@ def test_no_kernel_is_loaded_while_a_graph_is_captured(monkeypatch: pytest.Monke
     monkeypatch.setattr(_packing, "_FUNCTIONS", {})
     monkeypatch.setattr(_packing, "_has_kernel", lambda x: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
     x = Source(torch.float32, CPU).of(9, 32)[:, :16]
     check(Case("in a capture", x), packed(x))
     assert not loaded and _packing._function(0) is None

@@ -476,3 +476,45 @@ def test_a_report_lets_the_tensor_go(late: Late):
     loss.backward()
     assert all(ref() is None for ref in kept)
     session.detach()
+
+
+def test_a_model_for_codes_without_a_zero_is_not_taken_once_zeros_are_kept():
+    """Its digits would be shifted by one: values out of their bound."""
+    torch.manual_seed(0)
+    x = torch.randn(1 << 16)
+    x[::200] = 0  # too few for a code of their own
+    sites, plain, keeping = Sites(64), Sz(coder="rans"), Sz(coder="rans", keep_zeros=True)
+    for _ in range(3):
+        memo = recall(sites, x, BoundRule(0.2), TENSOR, plain)
+        sites.wait()
+    assert memo.survey is not None and not memo.zero_code, "fitted, and not yet in use"
+    for _ in range(8):
+        recall(sites, x, BoundRule(0.2), TENSOR, keeping)
+        encoded = keeping.encode(x, memo.bound, plan=memo.plan, seed=1)
+        assert float((keeping.decode(encoded) - x).abs().max()) <= 0.2
+        assert torch.equal(keeping.nonzero(encoded) != 0, x != 0)
+        sites.wait()
+
+
+def test_a_fit_that_fails_is_told_once():
+    class Failing:
+        def __init__(self) -> None:
+            self._codec, self._fits = Sz(coder="rans"), 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._codec, name)
+
+        def fit(self, *args: Any) -> Any:
+            self._fits += 1
+            if self._fits == 1:
+                raise torch.OutOfMemoryError("the device was full for a moment")
+            return self._codec.fit(*args)
+
+    sites, codec, x, failures = Sites(64), Failing(), torch.randn(1 << 16), 0
+    for _ in range(16):
+        try:
+            recall(sites, x, BoundRule(0.2), TENSOR, codec)
+        except torch.OutOfMemoryError:
+            failures += 1
+        sites.wait()
+    assert failures == 1 and codec._fits > 1

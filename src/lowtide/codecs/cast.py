@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -137,7 +136,6 @@ def _widen(narrow: Tensor, exponent: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.ldexp(narrow.double(), exponent).to(dtype)
 
 
-@lru_cache(maxsize=64)
 def _codes(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Each of the 256 values of an fp8 type, in the order of their bits."""
     return torch.arange(256, dtype=torch.uint8, device=device).view(dtype)

@@ -170,7 +170,7 @@ class Cuda:
             nonlocal failed
             try:
                 return body()
-            except BaseException as error:
+            except Exception as error:
                 failed = _refusal(error)
                 raise
 
@@ -180,7 +180,10 @@ class Cuda:
                 return graph, graph.record(run)
         except Exception as error:
             failed = failed or _refusal(error)
-        raise failed
+        try:
+            raise failed
+        finally:
+            del failed, graph, before  # the error has this frame in its traceback
 
     def random(self) -> int:
         """Where the generator stands, which a replay moves on as an eager step does."""

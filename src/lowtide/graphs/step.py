@@ -6,6 +6,7 @@ Numbers in brackets are the rules of docs/dataflow.md.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext
 from typing import Any, Protocol
@@ -26,6 +27,7 @@ from lowtide.kernels._workspaces import Cell
 from lowtide.ledger import Ledger
 from lowtide.sites import Sites
 
+_HOPELESS = 3
 _DUE = {Mode.MEASURE: True, Mode.SETTLE: False, Mode.REHEARSE: False}
 
 
@@ -90,6 +92,7 @@ class GraphStep:
         self._strangers = 0  # calls in a row with inputs of another shape
         self._moves = moves()
         self._has_warned = False
+        self._misfits: Counter[str] = Counter()  # sites without a room, by replays in a row that they did not fit
         self.calls = self.measured = self.captures = self.renewals = self.replays = 0
         self.overflows: list[tuple[int, list[Overflow]]] = []  # with the number of the call
 
@@ -255,6 +258,7 @@ class GraphStep:
         if overflows:
             return self._repeat(leaves, tree, overflows, random)
         self._gradients.end_replay()
+        self._misfits.clear()
         self.replays += 1
         self._recorder.ledger.is_replayed = True
         output = _copied(self._output)
@@ -272,6 +276,13 @@ class GraphStep:
         self._machine.set_random(random)
         self._retire()
         self._schedule.overflowed()
+        self._misfits.update(item.site for item in overflows if not item.room)
+        for site, times in self._misfits.items():
+            if times >= _HOPELESS:
+                raise GraphError(
+                    f"{site} has not fitted its codec in {times} replays in a row, so every step would be run twice: "
+                    "keep it by a rule, or do without the graph"
+                )
         return self._run(leaves, tree, Mode.EAGER)
 
     def _retire(self) -> None:

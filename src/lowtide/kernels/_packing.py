@@ -115,7 +115,8 @@ _FUNCTIONS: dict[int, _nvrtc.Function] = {}
 def _function(device: int) -> _nvrtc.Function | None:
     """None while a graph is captured, if nothing has been packed before: no kernel is loaded then."""
     if device not in _FUNCTIONS:
-        if torch.cuda.is_current_stream_capturing():
-            return None
+        with torch.cuda.device(device):
+            if torch.cuda.is_current_stream_capturing():
+                return None
         _FUNCTIONS[device] = PROGRAM.function(KERNEL, device)
     return _FUNCTIONS[device]

@@ -102,13 +102,14 @@ class Lane:
             self._unsent[cargo.order] = cargo
             self._unsent_nbytes += cargo.nbytes
             self._here_nbytes += cargo.nbytes
-            while self._unsent_nbytes > self._keep:
-                self._send(next(iter(self._unsent.values())))
+            while self._unsent_nbytes > self._keep and (oldest := list(self._unsent.values())[:1]):
+                if oldest[0].flight is not None:  # garbage that was found meanwhile may have taken it out
+                    self._send(oldest[0])
             while self._here_nbytes > self._bound and len(self._unsent) + len(self._unused) + len(self._used) > 1:
-                guests = self._used or self._unused
+                guests = list((self._used or self._unused).values())[:1]
                 if not guests:
                     break
-                self._evict(next(iter(guests.values())))
+                self._evict(guests[0])
             return item
 
     def fetch(self, cargo: Cargo) -> Encoded:

@@ -247,5 +247,6 @@ def test_methods_and_options_that_do_not_exist_are_refused(name: str, options: d
 
 
 def test_presets_are_the_method_they_stand_for():
-    assert resolve_method("bold", {"norm": "0.5 std"}) == ("fixed", {"linear": "1.0 std", "norm": "0.5 std"})
+    expected = {"linear": "1.0 std", "norm": "0.5 std", "log_probability": "0.1"}
+    assert resolve_method("bold", {"norm": "0.5 std"}) == ("fixed", expected)
     assert resolve_method("exact", {"check": True, "min_size": None}) == ("exact", {"check": True})
