@@ -62,8 +62,8 @@ class Payload:
         if self.decoder is not None:
             tensor = self.decoder.decode(self, mask=False)
         else:
-            tensor = self._restore_both() if self.masks else self.restore(mask=False)
-        if self._waiting is not None and tensor.nbytes >= _WATCHED:
+            tensor = self._restore_both() if self.masks > 0 else self.restore(mask=False)
+        if self._waiting is not None:
             self._waiting.watch(tensor)
         if self._witness is not None:
             self._witness.examine(tensor, site)
@@ -200,7 +200,7 @@ class Waiting:
     def watch(self, tensor: Tensor) -> None:
         """A tensor has been decoded: take note of what is in use, if it is large. To ask the allocator takes time."""
         self._growing = max(self._growing, tensor.nbytes)
-        if 2 * tensor.nbytes >= max(self._largest, self._growing):
+        if tensor.nbytes >= _WATCHED and 2 * tensor.nbytes >= max(self._largest, self._growing):
             self._rising = max(self._rising, _allocated(tensor.device))
 
     def is_small(self, nbytes: int) -> bool:

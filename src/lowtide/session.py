@@ -126,15 +126,16 @@ class Session:
 
         ``attach`` alone records the forward of the model. Backward may run inside of the block or after it, several
         forwards may be in it, and blocks may be nested: the outermost counts. It is for the thread that enters it, does
-        nothing once the session is detached, and is refused inside of ``torch.func`` transforms and ``torch.compile``.
+        nothing once the session is detached, and is refused inside of ``torch.func`` transforms and ``torch.compile``;
+        the transforms that differentiate (``grad``, ``vjp``) cannot be used inside of it.
         A target, or whatever else is no function of parameters, is kept as it is: its owner holds it anyway.
         """
-        opened = not self._is_detached and self._scopes.begin_block()
+        block = None if self._is_detached else self._scopes.begin_block()
         try:
             yield
         finally:
-            if opened:
-                self._scopes.end_block()
+            if block is not None:
+                self._scopes.end_block(block)
 
     def step(self, loss: Tensor | float | None = None) -> None:
         """A training step has ended: bounds may change now. Called by the optimizer's hook if one was given.

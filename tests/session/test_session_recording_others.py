@@ -254,3 +254,98 @@ def test_ops_of_the_model_are_not_watched(mlp, x, monkeypatch):
     loss.backward()
     assert seen == [F.cross_entropy], "nor are our own"
     tide.detach()
+
+
+class _Interrupted(nn.Module):
+    """Interrupted in its first run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.runs = nn.Linear(64, 64), nn.Linear(64, 64), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        if self.runs == 1:
+            raise KeyboardInterrupt
+        return self.second(self.first(x).tanh())
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["outermost", "inside"])
+def test_a_recomputed_module_that_was_interrupted_is_run_again_for_the_next_batch(x, wrapped, assert_same):
+    """Its region must not take in what the next forward saves: that would be run again with the first batch."""
+
+    class Patient(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                return self.inner(x)
+            except KeyboardInterrupt:
+                return self.inner(x + 1)
+
+    torch.manual_seed(0)
+    module = _Interrupted()
+    model = nn.Sequential(nn.Linear(64, 64), Patient(module) if wrapped else module, nn.Linear(64, 64))
+    module.runs = 1
+    expected_of = model[2](module(model[0](x) + 1)) if wrapped else model(x + 1)
+    expected_of.sum().backward()
+    expected = [gradient.clone() for gradient in grads_of(model)]
+    model.zero_grad()
+    module.runs = 0
+    tide = lowtide.attach(model, "exact", recompute="1.inner" if wrapped else "1", min_size=1024)
+    with tide.recording():
+        if wrapped:
+            loss = model(x).sum()
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                model(x)
+            loss = model(x + 1).sum()
+    loss.backward()
+    assert_same(grads_of(model), expected)
+    tide.detach()
+
+
+def test_modes_of_others_that_are_on_while_the_model_runs_are_left_as_they_are(mlp, x):
+    """One that a user's hooks put on and take off: the block's own is below it again, not on top."""
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    model, mode = mlp(), Mode()
+    tide = lowtide.attach(model, "fixed")
+    model.register_forward_pre_hook(lambda *_: mode.__enter__() and None)
+    model.register_forward_hook(lambda *_: mode.__exit__(None, None, None))
+    with tide.recording():
+        loss = F.cross_entropy(model(x), LABELS)
+    assert hooks_left() == (None, 0) and sites_of(tide)[LOG_SOFTMAX] == "sz"
+    loss.backward()
+    tide.detach()
+
+
+def test_a_block_that_is_left_in_another_thread_ends_no_other(mlp, x):
+    """A generator that holds one is closed wherever it is collected."""
+    model, seen = mlp(), []
+    tide = lowtide.attach(model, "fixed")
+
+    def recorded():
+        with tide.recording():
+            yield F.cross_entropy(model(x), LABELS)
+
+    generator = recorded()
+    next(generator)
+
+    def close() -> None:
+        with tide.recording():
+            before = hooks_left()
+            generator.close()
+            seen.append(hooks_left() == before)
+
+    thread = threading.Thread(target=close)
+    thread.start()
+    thread.join()
+    assert seen == [True]
+    tide.detach()
+    assert hooks_left() == (None, 0), "it ends with the session in its own thread"

@@ -32,8 +32,13 @@ class Watch(TorchFunctionMode):
         self._after(output)
         return output
 
-    def on(self) -> None:
-        torch._C._push_on_torch_function_stack(self)
+    def on(self, below: int | None = None) -> None:
+        """With so many modes ``below``, or on top: those above it are taken off by others, from the top."""
+        above = []
+        while below is not None and torch._C._len_torch_function_stack() > below:
+            above.append(torch._C._pop_torch_function_stack())
+        for mode in (self, *reversed(above)):
+            torch._C._push_on_torch_function_stack(mode)
 
     def is_top(self) -> bool:
         depth = torch._C._len_torch_function_stack()

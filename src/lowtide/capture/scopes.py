@@ -94,6 +94,7 @@ class _Local(threading.local):
         self.scope: Scope | None = None
         self.block: Scope | None = None
         self.watch: Watch | None = None  # on, outside of modules in a block
+        self.below: int | None = None  # function modes that it was on top of
 
 
 class Scopes:
@@ -175,13 +176,17 @@ class Scopes:
         local = self._local
         scope, local.scope = local.scope, None
         local.stack.clear()
-        if scope is not None and scope is not local.block:
-            self._pop(scope)
-            self._close(scope)
-        self._watch()
+        if local.block is not None:
+            local.block.region = None
+        try:
+            if scope is not None and scope is not local.block:
+                self._pop(scope)
+                self._close(scope)
+        finally:
+            self._watch()
 
-    def begin_block(self) -> bool:
-        """Open a scope that lasts until ``end_block``, whatever runs inside. False if there is no need for one [2]."""
+    def begin_block(self) -> Scope | None:
+        """Open a scope that lasts until ``end_block``, whatever runs inside. None if there is no need for one [2]."""
         if torch.compiler.is_compiling():
             raise AttachError("torch.compile met a block that Lowtide records, which cannot be compiled; leave it out")
         if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -193,27 +198,31 @@ class Scopes:
         if local.stack:
             self._drop_dead_frames(sys._getframe(1))
         if local.block is not None or local.scope is not None or self._runs_again():
-            return False
+            return None
         self._warn_nested(torch._C._autograd._top_saved_tensors_default_hooks(False))
         scope = Scope()
         self._push(scope)
-        local.block = scope
+        local.block, local.below = scope, None
         self._watch()
-        return True
+        return scope
 
-    def end_block(self) -> None:
-        """Close this thread's block, if one is open."""
-        self.abandon()
+    def end_block(self, block: Scope | None = None) -> None:
+        """Close the block, unless it is another thread's; without one, whatever this thread has open."""
         local = self._local
-        block, local.block = local.block, None
-        if block is None:
+        if block is not None and local.block is not block:
             return
-        if local.watch is not None:
-            local.watch.off()
-            local.watch = None
-        self._pop(block)
-        self._close(block)
-        self._end_forward(block)
+        try:
+            self.abandon()
+        finally:
+            block, local.block = local.block, None
+            if block is not None:
+                if local.watch is not None:
+                    local.watch.off()
+                    local.watch = None
+                self._pop(block)
+        if block is not None:
+            self._close(block)
+            self._end_forward(block)
 
     def current(self) -> tuple[Scope | None, nn.Module | None, str]:
         """The scope to record into, and the innermost module being run, for the code that calls this."""
@@ -252,8 +261,11 @@ class Scopes:
             frame = frame.f_back
         while stack and stack[-1][2] not in running:
             stack.pop()
+        scope = self._local.scope
         if not stack:
             self.abandon()
+        elif scope is not None and scope.region is not None and not self.is_running(scope.region.module):
+            scope.region = None
 
     def _may_record(self) -> bool:
         """Whether a run is recorded, or must be left alone [9]."""
@@ -294,6 +306,7 @@ class Scopes:
         block.inputs = identity.storages(inputs)
         block.calls.clear()
         block.saved_in.clear()
+        block.region = block.buffers = None
         block.is_new = True
 
     def _end_forward(self, block: Scope) -> None:
@@ -307,14 +320,14 @@ class Scopes:
         local = self._local
         if local.block is not None and local.watch is None:
             local.watch = Watch(self._before_backward, self._after_op)
-            local.watch.on()
+            local.watch.on(local.below)
 
     def _pause_watch(self) -> None:
         """Not while a module runs, which would take time; left on if it lies below a mode of somebody else."""
-        watch = self._local.watch
-        if watch is not None and watch.is_top():
-            watch.off()
-            self._local.watch = None
+        local = self._local
+        if local.watch is not None and local.watch.is_top():
+            local.watch.off()
+            local.watch, local.below = None, torch._C._len_torch_function_stack()
 
     def _before_backward(self) -> None:
         local = self._local

@@ -56,8 +56,8 @@ class Budget(Adaptive):
     new, so that memory has no spike at the start.
 
     A bound goes half the way (of its logarithm) to what the last statistics ask for, moves by a factor of two at most
-    at each update, and is a power of 2^(1/4) not above it. Sites that saved the same tensor get one bound, the
-    smallest, so that the tensor is stored once.
+    at each update, and is the nearest power of 2^(1/4), or the one before while that is less than a level away. Sites
+    that saved the same tensor get one bound, the smallest, so that the tensor is stored once.
     """
 
     noise: float = 0.05
@@ -166,7 +166,9 @@ class Budget(Adaptive):
         before = self._targets.get(site.site)
         target = self._targets[site.site] = target if before is None else math.sqrt(before * target)
         now = self.value_at(site)
-        value = _levels.settle(_levels.approach(target, now), now if site.site in self._rules else None)
+        rule = self._rules.get(site.site)
+        is_level = isinstance(rule, BoundRule) and rule.unit == site.unit
+        value = _levels.settle(_levels.approach(target, now), now if is_level else None)
         scale = 1.0 if site.unit == "std" else site.std or 0.0
         if value < _levels.finest(site.dtype) * scale:
             return Keep(f"its share of noise asks for a bound too fine to save memory ({value:.2g})")
