@@ -32,9 +32,9 @@ def learn(model: nn.Module, step: int, *, forwards: int = 1) -> None:
         model(images(step)).square().mean().backward()
 
 
-def test_it_is_budget_with_noise_of_five_percent():
+def test_it_is_budget_with_noise_of_three_percent():
     session = lowtide.attach(conv_net(), min_size=0)
-    assert session.method == "budget" and session.controller.noise == 0.05 and session.controller.memory is None
+    assert session.method == "budget" and session.controller.noise == 0.03 and session.controller.memory is None
 
 
 def test_the_first_step_is_compressed():

@@ -60,7 +60,7 @@ class Budget(Adaptive):
     that saved the same tensor get one bound, the smallest, so that the tensor is stored once.
     """
 
-    noise: float = 0.05
+    noise: float = 0.03
     propagated: float | None = None
     scale: float | None = None
     memory: str | float | None = None

@@ -19,7 +19,7 @@ class Budget:
 
     remakes: ClassVar[bool] = True
 
-    noise: float = 0.05
+    noise: float = 0.03
     propagated: float | None = None
     scale: float | None = None
     memory: str | float | None = None
