@@ -397,17 +397,26 @@ def test_more_is_kept_while_that_raises_no_peak(late: Late, monkeypatch, high: i
 
 
 def test_the_allocator_is_asked_about_large_tensors_only(monkeypatch):
-    """Large beside the others: of this step so far, and of the last one."""
+    """Large beside the others, of this step so far and of the last one; and not small at all."""
     asked: list[int] = []
+    monkeypatch.setattr(payloads, "_WATCHED", 50)
     waiting = payloads.Waiting(Ledger())
     monkeypatch.setattr(payloads, "_allocated", lambda device: asked.append(sizes[-1]) or 0)
     sizes: list[int] = []
     for _ in range(2):
-        for size in (100, 400, 190, 210, 20, 400):
+        for size in (40, 100, 400, 190, 210, 20, 400):
             sizes.append(size)
             waiting.watch(torch.empty(size, dtype=torch.uint8))
         waiting.end_step()
     assert asked == [100, 400, 210, 400, 400, 210, 400]
+    assert waiting.is_small(200) and not waiting.is_small(201)
+
+
+def test_which_tensors_are_small_is_known_where_none_is_watched():
+    waiting = payloads.Waiting(Ledger())
+    waiting.watch(torch.empty(400, dtype=torch.uint8))
+    waiting.end_step()
+    assert waiting.is_small(200) and not waiting.is_small(201)
 
 
 def growing(rates: list[float], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
