@@ -2,13 +2,13 @@
 
 A survey is made in the middle of a step, and on a GPU the host's time for its launches is what it costs. It is about
 shares of symbols, so it works in float32 throughout and takes its dither from a fixed row of bytes, made once for each
-device; codes differ from those of an encoder no more than those of two seeds do.
+stream; codes differ from those of an encoder no more than those of two seeds do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -61,8 +61,14 @@ def _codes(x: Tensor, grid: Grid, pick: Callable[[Tensor], Tensor]) -> Tensor:
     return torch.where(wide == 0, float(ZERO_CODE), q).to(torch.int16).flatten()
 
 
-@cache
 def _offsets(rounding: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Those of the current stream: another one could read them before they are there."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return _make_offsets(rounding, device, stream)
+
+
+@lru_cache(maxsize=16)
+def _make_offsets(rounding: str, device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
     """In steps, for each value of a sample: what is added before it is rounded down, and to its code afterwards.
 
     The half unit makes rounding to whole units, as in ``lowtide.coding.grid``, and then down to a code one rounding.

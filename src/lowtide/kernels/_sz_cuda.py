@@ -380,9 +380,9 @@ class _Hint:
 
 def _keys(seed: int) -> tuple[int, int]:
     """The keys of the dither as the kernels want them: the second one mixed with itself."""
-    mixed = dither.mix64(seed)
-    high = mixed >> 32
-    return mixed & 0xFFFFFFFF, high ^ high >> 15
+    low, high = dither.keys(seed)
+    high &= 0xFFFFFFFF
+    return low & 0xFFFFFFFF, high ^ high >> 15
 
 
 def _words(encoded: Encoded) -> int:
