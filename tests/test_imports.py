@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "src" / "lowtide"
 LAYERS = (
-    ("errors", "_version"),
+    ("errors", "_version", "garbage"),
     ("records", "sizes", "snapshot", "optim", "threads", "background"),
     ("registry", "ledger"),
     ("coding", "bounds", "statistics"),

@@ -19,6 +19,7 @@ from lowtide.capture.gradients import Collector
 from lowtide.capture.hooks import Capture
 from lowtide.capture.scopes import Scope, Scopes
 from lowtide.errors import AttachError, GraphError, LowtideWarning, StateError, UnknownNameError
+from lowtide.garbage import Tidiness
 from lowtide.graphs.machine import Cuda
 from lowtide.graphs.step import GraphStep
 from lowtide.kernels._workspaces import Cell
@@ -91,6 +92,7 @@ class Session:
         self._modules: list[nn.Module] = []
         self._is_detached = False
         self._collector = Collector(optimizer)
+        self._tidiness = Tidiness()
         self._step_handle: Any = None
         self._warned_idle = False
         self._optimizer, self._moves = optimizer, 0
@@ -115,6 +117,7 @@ class Session:
         self._scopes.end_block()
         self._capture.on_named = None
         self._collector.close()
+        self._tidiness.close()
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -152,6 +155,8 @@ class Session:
         self._pipeline.end_step(moved=moved)
         self.ledger.end_step()
         self._begin_step()
+        if not self._is_detached:
+            self._tidiness.end_step()
 
     def watch(self, loss: Tensor | float) -> None:
         """The loss of the step at hand: if it jumps or is no number, adaptive methods return to exact storage."""
