@@ -26,14 +26,16 @@ class SiteEntry:
 class Lease:
     """Bytes held from now until the last reference to this object goes."""
 
-    __slots__ = ("__weakref__", "_ledger", "column", "nbytes")
+    __slots__ = ("__weakref__", "_ledger", "nbytes")
 
-    def __init__(self, ledger: Ledger, column: str, nbytes: int) -> None:
-        self._ledger, self.column, self.nbytes = ledger, column, nbytes
-        ledger.change(column, nbytes)
+    def __init__(self, ledger: Ledger, nbytes: int) -> None:
+        self._ledger, self.nbytes = ledger, nbytes
+        held = ledger.held = ledger.held + nbytes
+        if held > ledger.held_peak:
+            ledger.held_peak = held
 
     def __del__(self) -> None:
-        self._ledger.change(self.column, -self.nbytes)
+        self._ledger.held -= self.nbytes
 
 
 @dataclass(slots=True)
@@ -54,19 +56,15 @@ class Ledger:
     sites: dict[str, SiteEntry] = field(default_factory=dict)
     _fresh: set[str] = field(default_factory=set)
 
-    def change(self, column: str, nbytes: int) -> None:
-        if column == "raw":
-            self.raw += nbytes
-            if self.raw > self._raw_of_step:
-                self._raw_of_step = self.raw
-                if self.raw > self.raw_usual:
-                    self.raw_usual = self.raw
-                if self.raw > self.raw_peak:
-                    self.raw_peak = self.raw
-        else:
-            self.held += nbytes
-            if self.held > self.held_peak:
-                self.held_peak = self.held
+    def add_raw(self, nbytes: int) -> None:
+        """Plain training would hold so many bytes more; who has added them takes them off ``raw`` again."""
+        raw = self.raw = self.raw + nbytes
+        if raw > self._raw_of_step:
+            self._raw_of_step = raw
+            if raw > self.raw_usual:
+                self.raw_usual = raw
+            if raw > self.raw_peak:
+                self.raw_peak = raw
 
     def record(
         self, name: str, module: str, need: str, codec: str, reason: str, bound: str, raw: int, held: int

@@ -38,31 +38,33 @@ class Payload:
 
     __slots__ = (
         *("__weakref__", "_held", "_lease", "_ledger", "_lent", "_waiting", "_witness"),
-        *("codec", "decoder", "keeps_zeros", "masks", "pending"),
+        *("codec", "decoder", "masks", "pending"),
     )
 
     def __init__(
         self, codec: Codec, held: Held, ledger: Ledger, witness: Witness | None, waiting: Waiting | None = None
     ) -> None:
         self.codec = codec
-        self.keeps_zeros = getattr(codec, "keep_zeros", False)
         self.pending: Pending | None = None
         self.decoder: Decoder | None = None
         self.masks = 0
         self._lent: tuple[int, Tensor] | None = None
         self._ledger = ledger
         self._witness, self._waiting = witness, waiting
-        self.hold(held)
+        self._held = held
+        self._lease = Lease(ledger, held.nbytes)
 
     def hold(self, held: Held) -> None:
         self._held = held
-        self._lease = Lease(self._ledger, "held", held.nbytes)
+        self._lease = Lease(self._ledger, held.nbytes)
 
     def decode(self, site: str) -> Tensor:
         if self.decoder is not None:
             tensor = self.decoder.decode(self, mask=False)
+        elif self.masks > 0:
+            tensor = self._restore_both()
         else:
-            tensor = self._restore_both() if self.masks > 0 else self.restore(mask=False)
+            tensor = self.codec.decode(self.fetch())
         if self._waiting is not None:
             self._waiting.watch(tensor)
         if self._witness is not None:
@@ -84,14 +86,14 @@ class Payload:
         It takes room for the while between; so not where the tensor is among the largest, which are where the peak is.
         """
         encoded = self.fetch()
-        codec, nbytes = self.codec, encoded.spec.numel * encoded.spec.dtype.itemsize
-        if hasattr(codec, "decode_both") and self._waiting is not None and self._waiting.is_small(nbytes):
-            both = codec.decode_both(encoded)
+        decode_both = getattr(self.codec, "decode_both", None)
+        if decode_both is not None and self._waiting is not None and self._waiting.is_small(encoded.spec.nbytes):
+            both = decode_both(encoded)
             if both is not None:
                 tensor: Tensor = both[0]
                 self._lent = stream_of(tensor.device), both[1]
                 return tensor
-        return self.restore(mask=False)
+        return self.codec.decode(encoded)
 
     def restore(self, *, mask: bool) -> Tensor:
         """The tensor, or where it is not zero."""
@@ -131,27 +133,27 @@ class Pending:
         self.waiting = waiting
         payload.pending = self
 
-    @property
-    def is_known(self) -> bool:
-        return self._raw is None or self._ticket.status != -1
-
-    def settle(self) -> None:
-        """Take note of what the device said and let the tensor go; waits for it if it has not said so yet."""
-        raw, encoded = self._raw, self._encoded
+    def settle(self, *, waits: bool = True) -> bool:
+        """Take note of what the device said and let the tensor go; False if it has not said so yet and nobody waits."""
+        raw, encoded, ticket = self._raw, self._encoded, self._ticket
         if raw is None or encoded is None:
-            return
-        status = self._ticket.wait()
+            return True
+        status = ticket.status
+        if status == -1:
+            if not waits:
+                return False
+            status = ticket.wait()
         self._raw = self._encoded = None
         if self._memo is not None:
             self._memo.rate = status / max(raw.numel(), 1)
             self._memo.rated = getattr(self._plan, "model", None)
         payload = self._payload()
-        if payload is None:
-            return
-        payload.pending = None
-        settled = payload.codec.settle(encoded, raw, status, self._plan)  # type: ignore[attr-defined]
-        if settled is not encoded:
-            payload.hold(self._store.put(settled))
+        if payload is not None:
+            payload.pending = None
+            settled = payload.codec.settle(encoded, raw, status, self._plan)  # type: ignore[attr-defined]
+            if settled is not encoded:
+                payload.hold(self._store.put(settled))
+        return True
 
 
 class Waiting:
@@ -179,11 +181,10 @@ class Waiting:
             self._nbytes += pending.nbytes
             self._added += pending.nbytes
             self._take_known()
-            most = MOST_PENDING
-            if self._nbytes > most:
-                most = max(most, self._extend(pending))
-            while self._nbytes > most and len(self._queue) > self._least:
-                self._take_oldest()
+            if self._nbytes > MOST_PENDING:
+                most = max(MOST_PENDING, self._extend(pending))
+                while self._nbytes > most and len(self._queue) > self._least:
+                    self._take_oldest()
 
     def _extend(self, pending: Pending) -> int:
         """Bytes that may be kept where there is memory to spare, looked up again when enough has been added."""
@@ -199,8 +200,10 @@ class Waiting:
 
     def watch(self, tensor: Tensor) -> None:
         """A tensor has been decoded: take note of what is in use, if it is large. To ask the allocator takes time."""
-        self._growing = max(self._growing, tensor.nbytes)
-        if tensor.nbytes >= _WATCHED and 2 * tensor.nbytes >= max(self._largest, self._growing):
+        nbytes: int = tensor.nbytes
+        if nbytes > self._growing:
+            self._growing = nbytes
+        if nbytes >= _WATCHED and 2 * nbytes >= max(self._largest, self._growing):
             self._rising = max(self._rising, _allocated(tensor.device))
 
     def is_small(self, nbytes: int) -> bool:
@@ -224,8 +227,9 @@ class Waiting:
                 self._take_oldest()
 
     def _take_known(self) -> None:
-        while self._queue and self._queue[0].is_known:
-            self._take_oldest()
+        queue = self._queue
+        while queue and queue[0].settle(waits=False):
+            self._nbytes -= queue.popleft().nbytes
 
     def _take_oldest(self) -> None:
         oldest = self._queue.popleft()

@@ -13,6 +13,7 @@ second run saves other tensors than the first one, as data-dependent control flo
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,6 +32,7 @@ from lowtide.errors import ModifiedError, PolicyError, RecomputeError
 from lowtide.ledger import Ledger
 from lowtide.policies.rules import Rule
 from lowtide.records import Kind, Need
+from lowtide.surroundings import Begin, Surroundings, copied_buffers, parts_of, rewind, versions_of
 
 OP = "recompute"  # under which the inputs of such modules appear in rules and reports
 # A second run from inputs that are a little off takes other branches at a ReLU here and there. That harms the gradient
@@ -49,18 +51,34 @@ class Regions:
     ) -> None:
         self.paths = {module: path for path, module in choose(model, modules).items()}
         self._capture, self._ledger, self._exact = capture, ledger, exact
+        self._begin: Begin = rewind
 
     def enter(self, scope: Scope, module: nn.Module, inputs: tuple[Any, Any]) -> None:
         """A module is about to run: if it is a chosen one, and not inside of another, a region begins."""
         if module not in self.paths or scope.region is not None or not self._capture.is_innermost():
             return
-        leaves, structure = pytree.tree_flatten(inputs)
+        leaves, structure = _flatten(inputs)
         held = [self._hold(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        scope.region = Region(module, self.paths[module], held, structure, self._ledger)
+        path, parts = self.paths[module], parts_of(module)
+        device = _device_of(leaves, parts)
+        surroundings = Surroundings(device, self._begin(path, device))
+        scope.region = Region(module, path, held, structure, surroundings, versions_of(parts))
 
     def exit(self, scope: Scope, module: nn.Module) -> None:
-        if scope.region is not None and scope.region.module is module:
+        region = scope.region
+        if region is not None and region.module is module:
+            assert isinstance(region, Region), "no other regions are entered here"
             scope.region = None
+            region.end(self._ledger)
+
+    @contextlib.contextmanager
+    def drawing(self, begin: Begin) -> Iterator[None]:
+        """What modules draw on their device is repeated in a way of its own for a while."""
+        self._begin = begin
+        try:
+            yield
+        finally:
+            self._begin = rewind
 
     def _hold(self, tensor: Tensor) -> Input:
         need = _EXACT if self._exact or not tensor.is_floating_point() else _VALUES
@@ -82,22 +100,38 @@ class Input:
 class Region:
     """One run of a module: what it takes to run it again, and what it saves when that is done."""
 
-    def __init__(self, module: nn.Module, path: str, inputs: Sequence[Any], structure: Any, ledger: Ledger) -> None:
-        self.module, self.path, self._ledger = module, path, ledger
+    def __init__(
+        self,
+        module: nn.Module,
+        path: str,
+        inputs: Sequence[Any],
+        structure: Any,
+        surroundings: Surroundings,
+        versions: Sequence[int],
+    ) -> None:
+        self.module, self.path = module, path
         self._inputs, self._structure = inputs, structure
-        self._surroundings = Surroundings(_device_of(module))
-        self._versions = [parameter._version for parameter in module.parameters()]
+        self._surroundings, self._versions = surroundings, versions
         self._slots: list[tuple[Any, ...]] = []  # shape, dtype and device of what was saved
         self._saved: list[tuple[Tensor, int] | None] = []
+        self._raw = 0  # bytes that plain training would hold
         self._lock = threading.Lock()
 
     def pack(self, tensor: Tensor, record: StorageRecord | None) -> Slot:
         """A slot in place of a saved tensor; ``record`` counts the bytes that plain training would hold."""
+        number = len(self._slots)
         self._slots.append(_kind_of(tensor))
-        raw = record.claim() if record is not None else 0
-        name, kind = f"{self.path}:{OP}.inside", type(self.module).__name__
-        self._ledger.record(name, kind, "recomputed", "recomputed", "saved again by a second run", "", raw, 0)
-        return Slot(self, len(self._slots) - 1, record)
+        if record is not None:
+            self._raw += record.claim()
+        return Slot(self, number, record)
+
+    def end(self, ledger: Ledger) -> None:
+        """The module has run, or raised."""
+        self._surroundings.draws.end()
+        if self._slots:
+            name, kind = f"{self.path}:{OP}.inside", type(self.module).__name__
+            ledger.record(name, kind, "recomputed", "recomputed", "saved again by a second run", "", self._raw, 0)
+            ledger.sites[name].saves += len(self._slots) - 1  # one has been counted
 
     def take(self, number: int) -> Tensor:
         """What slot ``number`` stands for. It is handed over: who asks again later has the module run again."""
@@ -117,15 +151,17 @@ class Region:
         return tensor
 
     def _run_again(self) -> list[tuple[Tensor, int] | None]:
-        if [parameter._version for parameter in self.module.parameters()] != self._versions:
+        parts = parts_of(self.module)
+        if versions_of(parts) != self._versions:
             raise ModifiedError(
                 f"{self.path}: a parameter has changed since forward, so the module cannot be run again. Run backward "
                 "before the optimizer's step"
             )
         inputs = [leaf.restore() if isinstance(leaf, Input) else leaf for leaf in self._inputs]
-        args, kwargs = pytree.tree_unflatten(inputs, self._structure)
+        args, kwargs = _unflatten(inputs, self._structure)
+        del inputs
         again = _SecondRun(self.path, self._slots)
-        with self._surroundings.restored(), _copied_buffers(self.module), again:
+        with self._surroundings.restored(), copied_buffers(parts), again:
             self.module(*args, **kwargs)
         return again.result()
 
@@ -158,16 +194,18 @@ class _SecondRun:
     def __init__(self, path: str, slots: Sequence[tuple[Any, ...]]) -> None:
         self._path, self._slots = path, slots
         self._saved: list[tuple[Tensor, int] | None] = []
+        self._enough = _Enough()
 
     def __enter__(self) -> None:
         self._grad = torch.enable_grad()
         self._grad.__enter__()
         torch._C._autograd._push_saved_tensors_default_hooks(self._pack, _as_it_is)
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> bool:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: Any) -> bool:
         torch._C._autograd._pop_saved_tensors_default_hooks()
-        self._grad.__exit__(kind, *rest)
-        return kind is _Enough
+        self._grad.__exit__(kind, error, *rest)
+        self._enough.__traceback__ = None  # it has the frames of the module, and they have its tensors
+        return error is self._enough
 
     def result(self) -> list[tuple[Tensor, int] | None]:
         if len(self._saved) != len(self._slots):
@@ -176,12 +214,14 @@ class _SecondRun:
 
     def _pack(self, tensor: Tensor) -> Tensor:
         number = len(self._saved)
+        if number == len(self._slots):  # the module has caught what was to end it
+            raise self._enough
         if _kind_of(tensor) != self._slots[number]:
             raise self._differs(f"tensor {number} is now {_show(_kind_of(tensor))}, was {_show(self._slots[number])}")
         kept = tensor.detach()
         self._saved.append((kept, kept._version))
         if len(self._saved) == len(self._slots):
-            raise _Enough
+            raise self._enough
         return kept
 
     def _differs(self, difference: str) -> RecomputeError:
@@ -190,29 +230,6 @@ class _SecondRun:
             f"saved in forward: {difference}. If what it does depends on values, keep its inputs exactly "
             "(boundary='exact'); if it depends on anything else, do not recompute it"
         )
-
-
-class Surroundings:
-    """What a module finds outside of itself: autocast, and the random generators of the CPU and its device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._gpus = [device] if device.type == "cuda" else []
-        kinds = {"cpu", device.type}
-        self._autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
-        self._caches = torch.is_autocast_cache_enabled()
-        self._generator = torch.get_rng_state()
-        self._generators = [torch.cuda.get_rng_state(gpu) for gpu in self._gpus]
-
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for kind, dtype, enabled in self._autocast:
-                stack.enter_context(torch.autocast(kind, dtype, enabled, self._caches))
-            stack.enter_context(torch.random.fork_rng(self._gpus))
-            torch.set_rng_state(self._generator)
-            for gpu, state in zip(self._gpus, self._generators, strict=True):
-                torch.cuda.set_rng_state(state, gpu)
-            yield
 
 
 def boundary_rules(boundary: Any, values: Codec | None) -> tuple[Rule, ...]:
@@ -278,23 +295,27 @@ def _has_children(module: nn.Module) -> bool:
     return next(module.children(), None) is not None
 
 
-@contextlib.contextmanager
-def _copied_buffers(module: nn.Module) -> Iterator[None]:
-    """The module has copies of its buffers for a while; those that it has now are not touched."""
-    owners = [part for part in module.modules() if part._buffers]
-    before = [dict(owner._buffers) for owner in owners]
-    for owner in owners:
-        owner._buffers.update({name: buffer.clone() for name, buffer in owner._buffers.items() if buffer is not None})
-    try:
-        yield
-    finally:
-        for owner, buffers in zip(owners, before, strict=True):
-            owner._buffers.update(buffers)
+def _flatten(inputs: tuple[Any, Any]) -> tuple[Sequence[Any], Any]:
+    """The leaves of what a module was given, and what it takes to put them together again."""
+    args, kwargs = inputs
+    if not kwargs and all(isinstance(item, Tensor) for item in args):  # as a rule
+        return args, None
+    return pytree.tree_flatten(inputs)
 
 
-def _device_of(module: nn.Module) -> torch.device:
-    tensor = next(module.parameters(), None)
-    return tensor.device if tensor is not None else torch.device("cpu")
+def _unflatten(leaves: Sequence[Any], structure: Any) -> tuple[Any, Any]:
+    if structure is None:
+        return leaves, {}
+    args, kwargs = pytree.tree_unflatten(leaves, structure)
+    return args, kwargs
+
+
+def _device_of(inputs: Iterable[Any], parts: Iterable[nn.Module]) -> torch.device:
+    """Where a module runs: where its first parameter is, or, if it has none, its first input."""
+    parameters = (item for part in parts for item in part._parameters.values() if item is not None)
+    tensors = (item for item in inputs if isinstance(item, Tensor))
+    first = next(itertools.chain(parameters, tensors), None)
+    return first.device if first is not None else torch.device("cpu")
 
 
 def _kind_of(tensor: Tensor) -> tuple[Any, ...]:

@@ -77,18 +77,21 @@ class Session:
         given, values = load_rules(rules), chosen.values()
         own = boundary_rules(boundary, values) if again else ()
         policy = Policy(self.controller, values, given + own, poison=bool(check), given=len(given))
-        self._pipeline = Pipeline(
+        remakes = getattr(chosen, "remakes", False) if remake is None else remake
+        self._pipeline = pipeline = Pipeline(
             policy, _find_store(store, chosen), self.ledger, seed=seed, check=check, refresh=refresh,
-            waits=getattr(self.controller, "follows_sizes", False),
+            waits=getattr(self.controller, "follows_sizes", False), joins=remakes,
         )  # fmt: skip
         self._capture = capture = Capture(
-            model, self.ledger, self._pipeline.settle, self._pipeline.left, min_size=min_size, recast=recast,
-            remake=getattr(chosen, "remakes", False) if remake is None else remake,
+            model, self.ledger, pipeline.settle, pipeline.left, pipeline.settle_rest, min_size=min_size, recast=recast,
+            remake=remakes,
         )  # fmt: skip
         self._scopes = capture.scopes
         self._scopes.on_forward = self._after_forward
+        self._regions: Regions | None = None
         if again and model is not None:
-            self._scopes.regions = Regions(model, again, capture, self.ledger, exact=boundary == "exact")
+            self._regions = Regions(model, again, capture, self.ledger, exact=boundary == "exact")
+            self._scopes.regions = self._regions
         self._modules: list[nn.Module] = []
         self._is_detached = False
         self._collector = Collector(optimizer)
@@ -203,8 +206,6 @@ class Session:
         model = self._modules[0]
         if self._pipeline.check:
             raise GraphError("check compares tensors on the host; a session with CUDA graphs has to do without it")
-        if self._scopes.regions is not None:
-            raise GraphError("recomputed modules cannot be captured in a CUDA graph; leave recompute out")
         if not isinstance(self._pipeline.store, Device):
             raise GraphError("payloads on the host cannot be captured in a CUDA graph; use store='device'")
         device = next((item.device for item in model.parameters()), torch.device("cpu"))
@@ -215,7 +216,7 @@ class Session:
         made = GraphStep(
             step, model, parameters, self._pipeline, Cuda(device), Cell(device), warmup=warmup, refresh=refresh,
             slack=slack, is_measured=lambda: self._capture.on_named is not None, moves=lambda: self._moves,
-            beside=beside,
+            beside=beside, regions=self._regions,
         )  # fmt: skip
         self._graphs.add(made)
         return made
@@ -257,7 +258,7 @@ class Session:
             self._give_up_measuring()
         policy = self._pipeline.policy
         idle = scope.packed and not self._pipeline.coded and policy.values is not None and not policy.is_waiting
-        if idle and not self._warned_idle:
+        if idle and self._regions is None and not self._warned_idle:
             self._warned_idle = True
             reasons = sorted({entry.reason for entry in self.ledger.sites.values()})
             warnings.warn(
@@ -291,7 +292,7 @@ def attach(model: nn.Module, method: str = DEFAULT_METHOD, **options: Any) -> Se
         optimizer: steps are then counted by its post-step hook; otherwise call ``session.step()``.
         rules: ordered rules (objects, dicts, or the path of a TOML file) that override the method site by site.
         store: where payloads wait for backward: ``"device"`` or ``"host"`` (pinned memory), or a store with options of
-            its own, as ``lowtide.stores.host.Host(staging="1GiB")``; by default the method's own, as a rule the device.
+            its own, as ``lowtide.stores.host.Host(staging="2GiB")``; by default the method's own, as a rule the device.
         recompute: modules to run again in backward instead of holding what they save: a pattern of module paths or
             several (``"layer3.*"``), or True for every block.
         boundary: how the inputs of those modules are held: a bound, or ``"exact"``; by default within 0.02 standard
@@ -300,7 +301,8 @@ def attach(model: nn.Module, method: str = DEFAULT_METHOD, **options: Any) -> Se
         min_size: tensors of fewer bytes are passed through.
         recast: make autocast's copies of parameters again in backward instead of keeping them.
         remake: make what GELU, SiLU and layer norms have made again in backward, from what they have read, instead of
-            holding both. With methods budget (by default), fixed and exact.
+            holding both; hold what a batch norm has read and what ReLU made of its output as one. With methods budget
+            (by default), fixed and exact.
         refresh: bounds given as multiples of a statistic, and the tables of coders, are measured again every so many
             saves of a place in the model (and at its saves 1, 2, 4, 8, 16 and 32); 1 measures at every save.
         seed: of the dither; the global RNG is never touched.

@@ -84,6 +84,9 @@ def _fit(codec: Any, plan: Any, zero_code: bool | None, codes: Tensor, spec: Ten
 
 def _leap(before: BoundSource | str, after: BoundSource) -> float:
     """By how many bits a bound has become smaller, if the model of one does not serve the other; else 0."""
+    parts = [getattr(source, "parts", ()) for source in (before, after)]  # of a tensor that is made of several
+    if parts[0] and len(parts[0]) == len(parts[1]):
+        return max((_leap(*pair) for pair in zip(*parts, strict=True)), key=abs)
     if not isinstance(before, BoundRule) or not isinstance(after, BoundRule) or before.unit != after.unit:
         return math.inf
     bits = math.log2(before.value / after.value)
@@ -186,6 +189,18 @@ class Sites:
             memo.source = source
         return memo
 
+    def measure(self, x: Tensor, source: BoundSource, site: Site, need: Need) -> Memo:
+        """The memo with a bound for another save of a tensor that is not coded by itself."""
+        memo = self.recall(x, source, site, need)
+        memo.regrid = memo.plan is not None  # where it has been coded by itself before
+        self.prepare(memo, x, None, site, need)
+        return memo
+
+    def measured(self, x: Tensor, source: BoundSource, site: Site, need: Need) -> Memo | None:
+        """The same if an earlier save has left one, under this very bound, and nothing is to be learnt."""
+        memo = self._memos.get(_key(x, site, need))
+        return memo if memo is not None and memo.saves and memo.source == source else None
+
     def known(self, x: Tensor, source: BoundSource, site: Site, need: Need) -> Memo | None:
         """The same if earlier saves have left all that another one needs, under this very bound."""
         memo = self._memos.get(_key(x, site, need))
@@ -211,7 +226,7 @@ class Sites:
         """Have all models fitted whose codes have arrived, and their kernels loaded."""
         _WORKER.submit(lambda: None).result()
 
-    def prepare(self, memo: Memo, x: Tensor, codec: Codec, site: Site, need: Need) -> None:
+    def prepare(self, memo: Memo, x: Tensor, codec: Codec | None, site: Site, need: Need) -> None:
         """Bring the bound up to date for another save of the site, and the plan if its codec makes plans."""
         due = self._is_due(site, memo.saves)
         moved = memo.moved or 0 in memo.bound.axes or (due and not _is_constant(memo))

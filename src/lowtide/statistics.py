@@ -77,7 +77,8 @@ class SiteStatistics:
 
     ``gradient`` is ||gY||^2, ``stepped`` is ||gW||^2 as the optimizer saw it (unscaled, clipped) and ``momentum`` the
     mean magnitude of the momentum, whose entries have the scale of a gradient. ``error`` is the measured variance of a
-    stored value's error, from a check of this site.
+    stored value's error, from a check of this site. ``governed`` is the share of values whose errors follow from the
+    bound of this site: those of a tensor that shares a payload with another one follow in part from the other's.
     """
 
     site: str
@@ -100,6 +101,7 @@ class SiteStatistics:
     stepped: float | None = None
     momentum: float | None = None
     error: float | None = None
+    governed: float = 1.0
     channels: Mapping[str, list[float]] = field(default_factory=dict)
 
     def claim(self, kind: str) -> Claim | None:

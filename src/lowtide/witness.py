@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,6 +43,11 @@ class Witness:
             entries = layout.entries_at(layout.index_terms(TensorSpec.of(x), bound.axes), at)
             promised = bound.value.to(device=x.device, dtype=torch.float64).flatten()[entries]
         return cls(index, flat.clone() if index is None else flat[index], promised, question)
+
+    def allowing(self, eps: float) -> Witness:
+        """The same for values that are rounded on their way, as often as not by an op that has made them."""
+        assert self.promised is not None, "there is a bound"
+        return replace(self, promised=self.promised + eps * self.saved.double().abs())
 
     def examine(self, decoded: Tensor, site: str) -> None:
         """Raise if any sampled element broke its promise."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.capture.handles import Deduplicator, Handle
+from lowtide.capture.handles import Deduplicator, Handle, extent_of
 from lowtide.capture.scopes import Scope
 from lowtide.codecs.sz import Sz
 from lowtide.coding.dither import mix64
@@ -72,11 +72,11 @@ def test_records_of_storages_that_are_gone_are_swept_out():
 def test_an_entry_is_found_by_its_memory_and_version():
     table = Deduplicator(Ledger())
     tensor = torch.zeros(4, 6)
-    entry = table.entry(tensor, TensorSpec.of(tensor), 0)
-    flat, part = tensor.view(24), tensor[:, :3]
-    assert table.entry(flat, TensorSpec.of(flat), 0) is entry
-    assert table.entry(part, TensorSpec.of(part), 0) is not entry
-    assert table.entry(tensor, TensorSpec.of(tensor), 1) is not entry
+    extent, (flat, part) = extent_of(TensorSpec.of(tensor)), (tensor.view(24), tensor[:, :3])
+    entry = table.entry(tensor, extent, 0)
+    assert table.entry(flat, extent_of(TensorSpec.of(flat)), 0) is entry
+    assert table.entry(part, extent_of(TensorSpec.of(part)), 0) is not entry
+    assert table.entry(tensor, extent, 1) is not entry
 
 
 @pytest.mark.parametrize("autocast", [False, True])

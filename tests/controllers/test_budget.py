@@ -103,6 +103,35 @@ def test_sites_that_feed_one_gradient_share_it():
     assert value(budget) == level(0.15)
 
 
+def test_what_a_site_cannot_use_of_a_share_is_for_the_others():
+    """At the largest bound there is, 4, ``b`` adds 5.3 * gain = 0.0005 to the weight: 0.007 is left for ``a``."""
+    most = _levels.variance(_levels.MOST, "float32")
+    sites = [
+        site("a:addmm.mat1", (Claim(WEIGHT, 1.0, 1.0, uses=2, weight=0),)),
+        site("b:addmm.mat1", (Claim(WEIGHT, 0.0005 / most, 1.0, uses=2, weight=0),)),
+    ]
+    budget = settled(*sites, updates=20)
+    assert value(budget, "b:addmm.mat1") == level(4.0)
+    assert value(budget, "a:addmm.mat1") == level(math.sqrt(3 * 0.007))
+    alike = [dataclasses.replace(item, claims=(Claim(WEIGHT, 1.0, 1.0, uses=2, weight=0),)) for item in sites]
+    assert {value(settled(*alike), item.site) for item in alike} == {level(math.sqrt(3 * 0.00375))}
+    assert value(settled(alike[0])) == level(math.sqrt(3 * 0.00375)), "the other one is a rule's: its part is its own"
+
+
+def test_a_bound_that_governs_some_of_the_values():
+    """It is not made as coarse as others, and counts for fewer values where noise is divided by size."""
+    claims = (Claim(PROPAGATED, 1e-9, 1.0),)
+    some = site("n:native_batch_norm.input", claims, family="norm", unit="std", governed=0.5)
+    assert value(settled(some, updates=20), some.site) == level(2.0)
+    assert value(settled(dataclasses.replace(some, governed=1.0), updates=20), some.site) == level(4.0)
+    claims = (Claim(PROPAGATED, 1.0, 1.0),)
+    names = ("n:native_batch_norm.input", "m:native_batch_norm.input")
+    sites = [site(name, claims, family="norm", unit="std") for name in names]
+    budget = settled(sites[0], dataclasses.replace(sites[1], governed=0.25))
+    assert value(budget, names[0]) == level(math.sqrt(3 * 0.008))
+    assert value(budget, names[1]) == level(math.sqrt(3 * 0.002))
+
+
 def test_a_tensor_has_one_bound_the_smallest():
     sites = [
         site("a:addmm.mat1", (Claim(WEIGHT, 0.5, 2.0),)),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from learners import gpt, gradients, resnet, train
+from learners import cnn, gpt, gradients, resnet, train
 from torch import Tensor
 
 import lowtide
@@ -20,7 +20,7 @@ SEEDS = 6
 @cache
 def trained(net: str) -> tuple[Any, Any, Any, dict[str, Tensor]]:
     """A net after some steps of plain training."""
-    model, batch, loss = {"resnet": resnet, "gpt": gpt}[net]()
+    model, batch, loss = {"resnet": resnet, "gpt": gpt, "cnn": cnn}[net]()
     torch.set_num_threads(1)
     train(model, optimizer_of(net, model), loss, batch, range(25))
     return model, batch, loss, {name: value.clone() for name, value in model.state_dict().items()}
@@ -127,3 +127,41 @@ def test_checks_agree_with_predictions(remake):
         assert len(again) == 7, "what four norms of blocks, two GELUs and the last norm have made"
         own = [found[site].predicted / found[site].share for site in again]
         assert min(own) > 0.2 and max(own) < 1.3, "a stored tensor's bound is for what is made of it, too"
+
+
+@pytest.mark.parametrize("noise", [1e-2, 1e-1])
+def test_pairs_in_one_payload_have_the_noise_that_is_predicted(noise):
+    """The norms' inputs, most of whose noise follows from the bound of another tensor, and what ReLU made of them.
+
+    Means of six draws: of hundreds of entries for a convolution, of 16 for a norm's scale.
+    """
+    session = bounds_after_training("cnn", noise, None, checks=0)
+    model, batch, loss, _ = trained("cnn")
+    ratios: dict[str, float] = {}
+    for seed in range(SEEDS):
+        again = lowtide.attach(model, "budget", noise=noise, checks=100, seed=seed, min_size=0, period=2)
+        for _ in range(4):  # the first tells which sites there are to check
+            again.controller._rules = dict(session.controller._rules)
+            again._pipeline._forget()
+            gradients(model, loss, batch(200))
+            again.step()
+        again.detach()
+        for site, figures in again.report().noise.items():
+            ratios[site] = ratios.get(site, 0.0) + figures.measured / figures.predicted / SEEDS
+    codecs = {site: entry.codec for site, entry in again.ledger.sites.items()}
+    assert [codecs[f"{path}:relu.result"] for path in (2, 5, 8, 11)] == ["in sz"] * 4
+    layers = {site: ratio for site, ratio in ratios.items() if "convolution" in site or "addmm" in site}
+    norms = [ratio for site, ratio in ratios.items() if "norm" in site]
+    assert len(layers) == 4 == len(norms) and all(0.8 < ratio < 1.25 for ratio in layers.values()), layers
+    assert 0.7 < sum(norms) / 4 < 1.4, norms
+
+
+@pytest.mark.parametrize("net", ["resnet", "cnn"])
+def test_pairs_in_one_payload_take_fewer_bytes_and_add_no_more_noise(net):
+    held, totals = [], []
+    for remake in (False, True):
+        session = bounds_after_training(net, 0.01, None, checks=0, remake=remake)
+        held.append(sum(entry.held_nbytes for entry in session.ledger.sites.values()))
+        totals.append(measured(net, session, 0.01, None, checks=0, remake=remake)[2])
+    assert 0.003 < totals[1] < 1.1 * totals[0] < 0.015
+    assert held[1] < {"resnet": 0.88, "cnn": 0.72}[net] * held[0]

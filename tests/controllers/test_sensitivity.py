@@ -39,14 +39,17 @@ def measured(gradient: Callable[[Tensor], Tensor], x: Tensor, unit: Tensor | flo
     return total / draws
 
 
-def predicted(op: str, field: str, family: str, y: Tensor, gy: Tensor, x: Tensor) -> dict[str, float]:
+def predicted(
+    op: str, field: str, family: str, y: Tensor, gy: Tensor, x: Tensor, variances: Tensor | None = None
+) -> dict[str, float]:
     """v * S of each gradient, from the node that made ``y`` and what backward makes of ``gy``."""
     node = y.grad_fn
     with torch.no_grad():
         probes = sensitivity.probes(Site("", op, field), family, node, x.detach())
         grads = node(gy, *[None] * (len(node._input_metadata) - 1))
         grads = grads if isinstance(grads, tuple) else (grads,)
-        return {probe.kind: VARIANCE * float(probe.measure(grads, Arrived(gy))) for probe in probes}
+        felt = Arrived(gy) if variances is None else Arrived(gy).felt(variances)
+        return {probe.kind: VARIANCE * float(probe.measure(grads, felt)) for probe in probes}
 
 
 CONVOLUTIONS = {
@@ -125,7 +128,9 @@ def test_linear(values):
     assert measured(lambda values: gy.t() @ values, x, 1.0, 200) == pytest.approx(expected, rel=0.03)
 
 
-def test_batch_norm():
+@pytest.mark.parametrize("kind", ["alike", "uneven", "behind ReLU"])
+def test_batch_norm(kind):
+    """Errors are alike; or a tenth where values are above the mean; or so and gY is zero where they are not."""
     x = normal(16, 12, 6, 6) * torch.rand(1, 12, 1, 1).add(0.3) + normal(1, 12, 1, 1)
     x = x.detach().requires_grad_()
     norm = nn.BatchNorm2d(12).double()
@@ -134,7 +139,11 @@ def test_batch_norm():
     y = norm(x)
     mean, std = x.detach().mean((0, 2, 3), keepdim=True), x.detach().std((0, 2, 3), keepdim=True, correction=0)
     gy = torch.randn_like(y) + 0.3 * normal(1, 12, 1, 1) * (x.detach() - mean)
-    found = predicted("native_batch_norm", "input", "norm", y, gy, x)
+    unit = std * (1.0 if kind == "alike" else torch.where(x.detach() > mean, 0.1, 1.0))
+    if kind == "behind ReLU":
+        gy = gy * (x.detach() > mean)
+    variances = None if kind == "alike" else (unit / std).square()
+    found = predicted("native_batch_norm", "input", "norm", y, gy, x, variances)
     node = y.grad_fn
 
     def backward(values: Tensor, mask: tuple[bool, bool, bool]) -> tuple[Tensor, ...]:
@@ -143,8 +152,8 @@ def test_batch_norm():
         )
 
     at = x.detach()
-    scale = measured(lambda values: backward(values, (False, True, False))[1], at, std, 1000)
-    onward = measured(lambda values: backward(values, (True, False, False))[0], at, std, 200)
+    scale = measured(lambda values: backward(values, (False, True, False))[1], at, unit, 1000)
+    onward = measured(lambda values: backward(values, (True, False, False))[0], at, unit, 200)
     assert scale == pytest.approx(found[SCALE], rel=0.1)
     assert onward == pytest.approx(found[PROPAGATED], rel=0.05)
 

@@ -1,16 +1,23 @@
-"""What GELU and layer norms have made is made again on a device: exactly, or as closely as its source was stored."""
+"""What GELU and layer norms have made is made again on a device: exactly, or as closely as its source was stored.
+
+What a batch norm has read and what ReLU made of its output are one payload there, too."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import fold_cases
 import pytest
 import torch
+from no_waiting import no_waiting
 from normalise_cases import check, make_cases
-from torch import Tensor
+from torch import Tensor, nn
 
 import lowtide
 from lowtide.app import zoo
+from lowtide.coding import fold
+from lowtide.kernels import _fold, _nvrtc
+from lowtide.records import Bound
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning")]
 
@@ -20,17 +27,21 @@ def test_the_kernel_of_norms() -> None:
         check(case, torch.device("cuda"))
 
 
-def gradients(name: str, batch: int, **options: Any) -> tuple[list[Tensor], dict[str, str], int]:
+def gradients(
+    name: str, batch: int, *, bf16: bool = True, channels_last: bool = False, **options: Any
+) -> tuple[list[Tensor], dict[str, str], int]:
     """Of the fourth step on one batch, the codecs of its sites, and the bytes held."""
     torch.manual_seed(0)
     entry = zoo.describe(name)
     building = {option: value for option, value in entry.tiny.items() if option in entry.options}
     model = entry.build(**building).cuda()
+    if channels_last:
+        model.to(memory_format=torch.channels_last)
     x, y = (item.cuda() for item in entry.example(batch, generator=torch.Generator().manual_seed(1), **entry.tiny))
     tide = lowtide.attach(model, min_size=0, **options) if options else None
     for _ in range(4):
         model.zero_grad()
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast("cuda", torch.bfloat16, enabled=bf16):
             loss = entry.loss(model(x), y)
         loss.backward()
         if tide is not None:
@@ -63,3 +74,70 @@ def test_stored(name: str) -> None:
     assert {"again by gelu", "again by layer_norm"} <= set(codecs.values())
     assert 0 < distance(again, plain) < 1.7 * distance(usual, plain)
     assert after < 0.75 * before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_kernels_that_fold(dtype: torch.dtype) -> None:
+    if not _nvrtc.available():
+        pytest.skip("NVRTC, or a device that it compiles for, is missing")
+    for case in fold_cases.make_cases(dtype, torch.device("cuda")):
+        fold_cases.check(case)
+
+
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_folding_large_tensors(order: torch.memory_format) -> None:
+    """As ResNet-50 has them; without waiting, and by kernels."""
+    x = torch.randn(64, 256, 56, 56, device="cuda").to(torch.bfloat16).contiguous(memory_format=order)
+    norm, y = fold_cases.make_norm(x, *torch.randn(2, 256, device="cuda"))
+    source = Bound(0.5 / norm.inverse_std.double(), (1,))
+    made = Bound(torch.tensor(0.2, dtype=torch.float64, device="cuda"))
+    expected = fold.table(norm, source, made, x.dtype)
+    for function in (_fold.source, _fold.made):  # loaded from now on
+        function(_fold.fold(x, y, _fold.table(norm, source, made, x.dtype)), expected, x.dtype)
+    with no_waiting():
+        table = _fold.table(norm, source, made, x.dtype)
+        t = _fold.fold(x, y, table)
+        again = _fold.source(t, table, x.dtype), _fold.made(t, table, x.dtype)
+    assert torch.equal(table, expected)
+    assert torch.equal(t, fold.fold(x, y, table)) and t.stride() == x.stride() == again[0].stride()
+    assert torch.equal(again[0], fold.source(t, table, x.dtype)) and torch.equal(again[1], fold.made(t, table, x.dtype))
+
+
+@pytest.mark.parametrize(("bf16", "channels_last"), [(False, False), (True, False), (True, True)])
+def test_pairs(bf16: bool, channels_last: bool) -> None:
+    """As close to plain training as apart, for fewer bytes; the mask is in the norm's payload."""
+    options: dict[str, Any] = {"bf16": bf16, "channels_last": channels_last}
+    bounds = {"linear": "0.3 std", "norm": "0.6 std", "method": "fixed"}
+    plain, _, _ = gradients("resnet18", 64, **options)
+    usual, _, before = gradients("resnet18", 64, **options, **bounds)
+    joint, codecs, after = gradients("resnet18", 64, **options, remake=True, check=True, **bounds)
+    assert codecs["layer1.0.relu:relu.result"] == "in sz" == codecs["relu:relu.result"]
+    assert 0 < distance(joint, plain) < 1.2 * distance(usual, plain)
+    assert after < 0.9 * before
+
+
+def test_steps_with_pairs_do_not_wait() -> None:
+    """After warm-up, under the default method."""
+    torch.manual_seed(0)
+    blocks = [nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(inplace=True)]
+    stem = [nn.Conv2d(3, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU()]
+    model = nn.Sequential(*stem, *blocks, nn.Conv2d(64, 8, 3)).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    tide = lowtide.attach(model, optimizer=optimizer)
+    x = torch.randn(32, 3, 32, 32, device="cuda")
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    for _ in range(40):
+        step()
+    tide._pipeline.finish()
+    with no_waiting():
+        for _ in range(3):
+            step()
+    assert tide.ledger.sites["2:relu.result"].codec == "in sz"
+    tide.detach()
+    torch.cuda.synchronize()
+    assert tide.ledger.held == 0

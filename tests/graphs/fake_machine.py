@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from fake_generator import FakeGenerator
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -48,10 +49,11 @@ class FakeAside:
 
 
 class FakeMachine:
-    """Random numbers are the CPU's; memory is there as long as ``is_roomy``."""
+    """Random numbers are the CPU's, and none come from ``generator``; memory is there as long as ``is_roomy``."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self.generator = FakeGenerator()
         self.is_roomy = True
         self.captures = self.waits = 0
         self.handed_on: list[FakeGraph | None] = []  # graphs whose pools captures have taken over
@@ -65,7 +67,9 @@ class FakeMachine:
         self.besides.append(FakeAside())
         return self.besides[-1]
 
-    def capture(self, body: Callable[[], Any], before: FakeGraph | None) -> tuple[FakeGraph, Any]:
+    def capture(
+        self, body: Callable[[], Any], before: FakeGraph | None, generators: Sequence[Any] = ()
+    ) -> tuple[FakeGraph, Any]:
         """Nothing has run afterwards: gradients hold nothing yet, buffers are as they were."""
         self.captures += 1
         self.handed_on.append(before)

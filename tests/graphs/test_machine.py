@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import warnings
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ class Driver:
 
     def __init__(self) -> None:
         self.log: list[Any] = []
+        self.waits: list[tuple[Any, Any]] = []  # a stream, and the one that it waits for
         self.reserved, self.free, self.pools = 0, 1 << 40, 0
         self.grows: list[int] = []
         self.fails_to_end: str | None = None  # "in CUDA", or "in torch", which has come far enough to clean up itself
@@ -40,6 +42,10 @@ class FakeCudaGraph:
 
     def __init__(self) -> None:
         self.has_ended = False
+
+    def register_generator_state(self, generator: str) -> None:
+        warnings.warn("it is deprecated, and a no-op", DeprecationWarning, stacklevel=2)
+        self.driver.log.append(("draws from", generator))
 
     def capture_begin(self, *, pool: tuple[int, int], capture_error_mode: str) -> None:
         assert capture_error_mode == "thread_local"
@@ -73,11 +79,12 @@ class FakeGenerator:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
-    stream = SimpleNamespace(wait_stream=lambda other: None)
+    stream = SimpleNamespace(wait_stream=lambda other: driver.waits.append((stream, other)))
+    current = SimpleNamespace(wait_stream=lambda other: driver.waits.append((current, other)))
     stand_ins = {
         "CUDAGraph": FakeCudaGraph, "graph_pool_handle": driver.new_pool, "empty_cache": driver.empty_cache,
         "memory_reserved": lambda device: driver.reserved, "mem_get_info": lambda device: (driver.free, 0),
-        "Stream": lambda device: stream, "current_stream": lambda device: stream,
+        "Stream": lambda device: stream, "current_stream": lambda device: current,
         "stream": lambda stream: contextlib.nullcontext(), "default_generators": [FakeGenerator(driver)],
     }  # fmt: skip
     for name, stand_in in stand_ins.items():
@@ -101,6 +108,29 @@ def test_the_first_capture_makes_a_pool_and_the_next_one_takes_it_over(driver):
     second, _ = machine.capture(lambda: None, first)
     assert driver.log == [("begin", (0, 1), False), "end"], "no memory is asked of the driver again"
     assert second.nbytes == 1050, "of the whole pool"
+
+
+def test_a_graph_is_told_what_it_draws_from_before_its_capture_begins(driver):
+    machine, driver.grows = Cuda(DEVICE), [0]
+    assert machine.generator is torch.cuda.default_generators[0]
+    machine.capture(lambda: driver.log.append("runs"), None, ["one", "two"])
+    assert driver.log == [
+        "empty",
+        ("draws from", "one"),
+        ("draws from", "two"),
+        ("begin", (0, 1), False),
+        "runs",
+        "end",
+    ]
+
+
+def test_a_replay_comes_after_what_the_capture_has_set(driver):
+    """Torch sets the seeds of a graph's generators on the stream of the capture, and again where it is replayed."""
+    machine, driver.grows = Cuda(DEVICE), [0]
+    machine.capture(lambda: driver.waits.append("capture"), None)
+    (before, after), current = (driver.waits[0], driver.waits[2]), torch.cuda.current_stream(DEVICE)
+    assert driver.waits[1] == "capture" and len(driver.waits) == 3
+    assert before == (machine._stream, current) and after == (current, machine._stream)
 
 
 def test_caches_are_emptied_where_the_pool_may_not_be_able_to_grow(driver):

@@ -136,10 +136,10 @@ def test_old_tensors_are_gone_before_the_pool_is_used_again(net, monkeypatch: py
     net.train(EAGER)
     capture, step = net.machine.capture, net.step
 
-    def look(body, before):
+    def look(body, before, generators):
         assert before is not None and step._graph is None and step._recording is None and step._output is None
         assert not step._gradients._static
-        return capture(body, before)
+        return capture(body, before, generators)
 
     monkeypatch.setattr(net.machine, "capture", look)
     net.train(1)
@@ -221,7 +221,7 @@ def test_a_capture_that_fails_can_be_repeated(net, monkeypatch: pytest.MonkeyPat
     graph, Ageing.fits = net.step._graph, False
     net.train(EAGER)
     capture = net.machine.capture
-    monkeypatch.setattr(net.machine, "capture", lambda body, before: pytest.fail("broken", pytrace=False))
+    monkeypatch.setattr(net.machine, "capture", lambda *args: pytest.fail("broken", pytrace=False))
     with pytest.raises(pytest.fail.Exception, match="broken"):
         net.step(torch.randn(16, 6), torch.randn(16, 4))
     monkeypatch.setattr(net.machine, "capture", capture)

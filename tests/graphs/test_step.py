@@ -57,7 +57,7 @@ class Net:
             lambda x, y: self.run(self.model, x, y), self.model, self.model.parameters(), self.tide._pipeline,
             self.machine, Cell(torch.device("cpu")), warmup=warmup, refresh=refresh, slack=0.125,
             is_measured=lambda: self.measured or self.tide._capture.on_named is not None,
-            moves=lambda: self.tide._moves, beside=beside,
+            moves=lambda: self.tide._moves, beside=beside, regions=self.tide._regions,
         )  # fmt: skip
         self.tide._graphs.add(self.step)
 
@@ -126,7 +126,7 @@ def test_what_ran_beside_a_capture_that_failed_is_forgotten(monkeypatch: pytest.
     net.train(4)
     (beside,) = net.machine.besides
     capture = net.machine.capture
-    monkeypatch.setattr(net.machine, "capture", lambda body, before: pytest.fail("broken", pytrace=False))
+    monkeypatch.setattr(net.machine, "capture", lambda *args: pytest.fail("broken", pytrace=False))
     with pytest.raises(pytest.fail.Exception, match="broken"):
         net.step(torch.randn(16, 6), torch.randn(16, 4))
     assert beside.failures == 1
@@ -344,7 +344,6 @@ def test_inputs_that_need_a_gradient_are_refused():
     ("options", "match"),
     [
         ({"check": True}, "check compares"),
-        ({"recompute": True}, "leave recompute out"),
         ({"store": "host"}, "store='device'"),
         ({}, "a model on an NVIDIA GPU; this one is on cpu"),
     ],

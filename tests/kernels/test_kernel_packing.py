@@ -70,7 +70,7 @@ def test_blocks_share_the_tiles_evenly(rows: int, blocks: int, launches: Launche
 
 @given(st.integers(1, (1 << 31) - 1), st.integers(0, (1 << 31) - 1))
 def test_a_product_and_a_shift_divide(divisor: int, number: int) -> None:
-    inverse, shift = _packing._inverse(divisor)
+    inverse, shift = _packing.inverse(divisor)
     assert inverse < 1 << 32 and shift < 64
     multiple = number // divisor * divisor
     for i in (number, multiple, max(multiple - 1, 0), (1 << 31) - 1):

@@ -1,11 +1,21 @@
-"""Times that tests of plans can rely on."""
+"""Times that tests of plans can rely on, and one thread to run them in."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 
 import lowtide
 from lowtide.planner.trial import Trial
+from lowtide.threads import one_thread
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Networks here are small, and their steps many."""
+    with one_thread():
+        yield
 
 
 @pytest.fixture

@@ -11,16 +11,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner_chain import MIB, Chain, planner_of
+from planner_chain import MIB, SURVEY, Chain, planner_of
 from torch import Tensor, nn
 
 import lowtide
 from lowtide.errors import SizeError
-from lowtide.planner import BOTH, COMPRESS, KEEP, OFFLOAD, RECOMPUTE, Choice, Planner
+from lowtide.planner import BOTH, COMPRESS, KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_EXACT, Choice, Planner
 from lowtide.planner.knapsack import cost_of, held_by, lightest, solve
 
 NAMES = (KEEP, COMPRESS, RECOMPUTE)
-ALL_NAMES = (KEEP, COMPRESS, OFFLOAD, BOTH, RECOMPUTE)
+ALL_NAMES = (KEEP, COMPRESS, OFFLOAD, BOTH, RECOMPUTE, RECOMPUTE_EXACT)
 choice = st.builds(Choice, st.integers(0, 10**6), st.floats(0, 100), st.sampled_from([0.0, 3.0, 50.0]))
 pairs = st.dictionaries(st.tuples(st.sampled_from(NAMES), st.sampled_from(NAMES)), st.integers(-(10**6), 10**6))
 chains = st.lists(st.tuples(st.fixed_dictionaries(dict.fromkeys(NAMES, choice)), pairs), min_size=4, max_size=5)
@@ -57,7 +57,7 @@ def test_no_mixture_of_a_chain_is_cheaper(
 
 
 def test_fifty_blocks_are_solved_in_no_time() -> None:
-    """Five choices each, a link, and bytes that differ behind each choice; the room is used to within 1 %."""
+    """Six choices each, a link, and bytes that differ behind each choice; the room is used to within 2 %."""
     draw = random.Random(0)
     ways = {
         str(number): {
@@ -73,7 +73,7 @@ def test_fifty_blocks_are_solved_in_no_time() -> None:
     began = time.process_time()
     chosen = solve(ways, 10**7, beside=beside, overlap_ms=20.0, spare_ms=1.0)
     assert time.process_time() - began < 5, "a plain loop over states would take minutes"
-    assert chosen is not None and 0.99 * 10**7 <= held_by(ways, chosen, beside) <= 10**7
+    assert chosen is not None and 0.98 * 10**7 <= held_by(ways, chosen, beside) <= 10**7
 
 
 def test_a_kept_neighbour_pays_for_what_lies_between() -> None:
@@ -92,9 +92,9 @@ def test_neighbours_are_foreseen(gib: int, scale: float, monkeypatch: pytest.Mon
     """What the first mixture holds is what was planned, whoever is charged for what lies between two blocks."""
     chain, budget = Chain(scale), int(scale * (gib << 30))
     planner = planner_of(chain, monkeypatch)
-    assert len(chain.ran) == 6, "two uniform mixtures and four that alternate"
+    assert len(chain.ran) == SURVEY
     plan = planner.plan(budget)
-    assert len(chain.ran) == 7
+    assert len(chain.ran) == SURVEY + 1
     assert plan.held == pytest.approx(plan.foreseen, rel=0.002)
     assert 0.95 * budget <= plan.held <= budget
     assert sum(plan.ways[block][name].held for block, name in plan.choices.items()) + chain.outside == plan.held
@@ -106,17 +106,21 @@ def test_what_was_not_foreseen_is_made_up_for(gib: int, seed: int, monkeypatch: 
     """All that is coded takes more than it did in the survey, and in each mixture and block another amount."""
 
     def surcharge(choices: Mapping[str, str], block: str) -> float:
-        return random.Random(f"{seed} {sorted(choices.items())} {block}").uniform(1.1, 1.4) if len(chain.ran) > 6 else 1
+        return (
+            random.Random(f"{seed} {sorted(choices.items())} {block}").uniform(1.1, 1.4)
+            if len(chain.ran) > SURVEY
+            else 1
+        )
 
     chain, budget = Chain(surcharge=surcharge), gib << 30
     plan = planner_of(chain, monkeypatch).plan(budget)
     assert 0.95 * budget <= plan.held <= budget
-    assert len(chain.ran) <= 6 + 6
+    assert len(chain.ran) <= SURVEY + 6
 
 
 def test_more_is_planned_where_less_is_held_than_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
     chain, budget = Chain(), 2 << 30
-    chain.surcharge = lambda choices, block: 0.6 if len(chain.ran) > 6 else 1.0
+    chain.surcharge = lambda choices, block: 0.6 if len(chain.ran) > SURVEY else 1.0
     plan = planner_of(chain, monkeypatch).plan(budget)
     assert 0.95 * budget <= plan.held <= budget
 
@@ -141,7 +145,7 @@ def test_nothing_beyond_the_budget_is_returned(monkeypatch: pytest.MonkeyPatch) 
     small = min(measured.held for _, measured in planner.seen)
     chain.surcharge = lambda choices, block: 100.0
     plan = planner.plan(small + 100 * MIB)
-    assert plan.held == small and plan.choices in chain.ran[:6]
+    assert plan.held == small and plan.choices in chain.ran[:SURVEY]
     with pytest.raises(SizeError, match=f"The smallest budget is .* \\({small} bytes\\)"):
         planner.plan(small - MIB)
 
@@ -169,8 +173,11 @@ def test_blocks_are_a_chain_in_the_order_in_which_they_run() -> None:
     for number in range(5):
         block = f"layers.{number}"
         assert planner.ways[block][KEEP].held == nbytes
-        assert planner.beside[block][RECOMPUTE, KEEP] == planner.beside[block][COMPRESS, KEEP] == nbytes
-        assert planner.ways[block][RECOMPUTE].held + planner.beside[block][KEEP, RECOMPUTE] == 0
+        assert planner.beside[block][COMPRESS, KEEP] == nbytes
+        for again in (RECOMPUTE, RECOMPUTE_EXACT):
+            assert planner.ways[block][again].held + planner.beside[block][KEEP, again] == 0
+            assert planner.beside[block][again, KEEP] == nbytes
+        assert planner.ways[block][RECOMPUTE].held < planner.ways[block][RECOMPUTE_EXACT].held == nbytes
     plan = planner.plan(4 * nbytes)
     session = lowtide.attach(model, **plan.options)
     model(x)

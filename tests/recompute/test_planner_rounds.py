@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from planner_chain import Chain, planner_of
+from planner_chain import SURVEY, Chain, planner_of
 from torch import Tensor, nn
 
 import lowtide
 from lowtide.ledger import Ledger
-from lowtide.planner import COMPRESS, RECOMPUTE, Planner
+from lowtide.planner import COMPRESS, KEEP, RECOMPUTE, Plan, Planner
+from lowtide.planner.plan import _fastest
 from lowtide.planner.trial import Trial
 from lowtide.snapshot import Snapshot
 
@@ -74,7 +75,7 @@ def test_steps_go_on_until_they_hold_the_same_and_the_most_of_them_counts() -> N
     assert 12 <= len(taken) < 16 and held.total == 1005
 
 
-@pytest.mark.parametrize(("times", "gib"), [(1.5, 1.0), (1.5, 1.25), (2.5, 1.25), (2.5, 1.5)])
+@pytest.mark.parametrize(("times", "gib"), [(1.5, 1.4), (1.5, 1.5), (2.5, 1.4), (2.5, 1.5), (2.5, 1.75)])
 def test_what_depends_on_neighbours_is_corrected_block_by_block(
     times: float, gib: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,14 +89,48 @@ def test_what_depends_on_neighbours_is_corrected_block_by_block(
     chain, budget = Chain(surcharge=surcharge), int(gib * (1 << 30))
     plan = planner_of(chain, monkeypatch, lambda block: 1.0 if int(block.split(".")[1]) % 3 else 3.0).plan(budget)
     assert 0.95 * budget <= plan.held <= budget
-    assert len(chain.ran) <= 6 + 6
+    assert len(chain.ran) <= SURVEY + 6
 
 
 def test_no_mixture_is_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where blocks are too coarse for the budget, the first mixture that is found again is the last one run."""
     chain = Chain()
     planner = planner_of(chain, monkeypatch)
-    plan = planner.plan("950MiB")
-    planned = chain.ran[6:]
+    plan = planner.plan("1350MiB")
+    planned = chain.ran[SURVEY:]
     assert len(planned) == len({tuple(choices.values()) for choices in planned}) < 6
-    assert plan.choices in chain.ran and plan.held <= 950 << 20
+    assert plan.choices in chain.ran and plan.held <= 1350 << 20
+
+
+def test_the_more_mixtures_hold_too_much_the_more_is_left_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Payloads grow from one mixture to the next, so that each holds more than what was seen before foretells."""
+    chain, budget = Chain(), 2 << 30
+    chain.surcharge = lambda choices, block: 1 + 0.04 * max(len(chain.ran) - SURVEY, 0)
+    plan = planner_of(chain, monkeypatch).plan(budget)
+    assert 0.95 * budget <= plan.held <= budget
+    assert plan.choices in chain.ran[SURVEY:]
+
+
+def test_a_mixture_that_was_run_is_passed_over_until_the_budget_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has held too much, and seems to fit by what was learnt since: a smaller one is looked for."""
+    planner = planner_of(Chain(), monkeypatch)
+    large, small = ({**dict.fromkeys(planner.ways, KEEP), "layers.0": name} for name in (COMPRESS, RECOMPUTE))
+    monkeypatch.setattr(Planner, "_choose", lambda _, target: (large, 98) if target >= 98 else (small, 96))
+
+    def ran(choices: dict[str, str], held: int) -> Plan:
+        return Plan(choices, {}, {}, 100, 100, held, 60.0, 55.0)
+
+    assert planner._choose_anew(100, 100, []) == (large, 98)
+    assert planner._choose_anew(100, 100, [ran(large, 101)]) == (small, 96)
+    assert planner._choose_anew(100, 100, [ran(large, 94)]) == (small, 96)
+    assert planner._choose_anew(100, 100, [ran(large, 97)]) is None, "it is met"
+    assert planner._choose_anew(100, 100, [ran(large, 101), ran(small, 94)]) is None, "nothing else fits"
+
+
+def test_of_plans_that_are_about_as_fast_the_one_that_uses_the_budget_counts() -> None:
+    def ran(held: int, step_ms: float) -> Plan:
+        return Plan({}, {}, {}, 100, 100, held, step_ms, 55.0)
+
+    assert _fastest([ran(93, 100.0), ran(97, 120.0), ran(101, 80.0)]) == ran(97, 120.0)
+    assert _fastest([ran(93, 100.0), ran(97, 130.0)]) == ran(93, 100.0)
+    assert _fastest([ran(101, 80.0)]) is None

@@ -205,6 +205,23 @@ def test_a_shared_block_and_a_block_in_a_block() -> None:
         assert all(torch.equal(*pair) for pair in zip(expected, gradients(recompute), strict=True))
 
 
+def test_a_part_that_a_block_has_twice() -> None:
+    """Its buffers are the same tensors afterwards."""
+
+    def run(ours: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(16)
+        model = nn.Sequential(nn.Linear(16, 16), nn.Sequential(norm, nn.Linear(16, 16), norm, nn.Tanh()))
+        if ours:
+            attach(model, recompute="1")
+        before = [id(buffer) for buffer in norm.buffers()]
+        model(torch.randn(8, 16)).square().sum().backward()
+        assert [id(buffer) for buffer in norm.buffers()] == before
+        return model.state_dict() | {name: p.grad for name, p in model.named_parameters()}  # type: ignore[dict-item]
+
+    assert_same(run(True), run(False))
+
+
 def test_a_checkpoint_inside_of_a_module_that_is_run_again() -> None:
     class Inner(nn.Module):
         def __init__(self) -> None:
@@ -355,3 +372,89 @@ def test_a_first_block_whose_input_the_caller_holds_is_no_reason_to_warn(recwarn
     lowtide.attach(model, recompute="0")
     model(torch.randn(8, 3, 32, 32)).sum().backward()
     assert not [str(item.message) for item in recwarn]
+
+
+@pytest.mark.parametrize("is_inside", [False, True], ids=["after", "inside"])
+@pytest.mark.parametrize("cache", [False, True], ids=["anew", "cached"])
+def test_autocast_is_as_it_was_in_the_first_run_and_afterwards_as_before(cache: bool, is_inside: bool) -> None:
+    seen: list[tuple[bool, torch.dtype, bool]] = []
+
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(now())
+            return self.linear(x).tanh()
+
+    def now() -> tuple[bool, torch.dtype, bool]:
+        return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
+
+    model = nn.Sequential(nn.Linear(16, 16), Looks())
+    attach(model, recompute="1")
+    before = now()
+    with torch.autocast("cpu", torch.float16, cache_enabled=cache):
+        loss = model(torch.randn(8, 16)).float().sum()
+        if is_inside:
+            loss.backward()
+            assert now() == (True, torch.float16, cache)
+    if not is_inside:
+        loss.backward()
+    assert seen == [(True, torch.float16, cache)] * 2
+    assert now() == before
+    assert torch.autocast_decrement_nesting() == -1 and torch.autocast_increment_nesting() == 0
+
+
+def test_casts_that_a_second_run_makes_go_with_it() -> None:
+    """Autocast keeps casts of weights as long as it is on, and would take one of old weights for one of new ones."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 16), nn.Tanh()))
+    attach(model, recompute="1")
+    x, weight = torch.randn(8, 16), model[1][0].weight
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(x).float().sum()
+    loss.backward()
+    with torch.no_grad():
+        weight.zero_()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not torch.nn.functional.linear(x, weight).any()
+
+
+def test_saves_are_counted_one_by_one() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Tanh()))
+    session = attach(model, recompute="1")
+    for _ in range(2):
+        model(torch.randn(64, 64)).sum().backward()
+        session.step()
+    entry = session.ledger.sites["1:recompute.inside"]
+    assert entry.saves == 4 and entry.raw_nbytes == 2 * 64 * 64 * 4, (
+        "a weight, and what each tanh has made; the input is held"
+    )
+
+
+def test_inputs_come_back_as_they_were_given() -> None:
+    """In lists and by keyword, numbers and None among them."""
+
+    class Takes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[Any] = []
+
+        def forward(self, pair: list[Tensor], *, factor: float, nothing: None = None) -> Tensor:
+            self.seen.append((len(pair), factor, nothing, pair[0].requires_grad, pair[1].requires_grad))
+            return (pair[0] * pair[1] * factor).tanh()
+
+    class Gives(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.takes = nn.Linear(16, 16), Takes()
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.takes([self.linear(x), x], factor=0.5)
+            return result
+
+    model = Gives()
+    attach(model, recompute="takes")
+    model(torch.randn(8, 16)).sum().backward()
+    assert model.takes.seen == [(2, 0.5, None, True, False)] * 2

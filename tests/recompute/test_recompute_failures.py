@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 
 import pytest
 import torch
@@ -137,3 +139,41 @@ def test_a_saved_tensor_that_the_module_changes_in_place_is_noticed() -> None:
     loss = model(torch.randn(64, 64)).sum()
     with pytest.raises(ModifiedError, match=r"1: a tensor of shape .* that the module saved was modified in place"):
         loss.backward()
+
+
+class Catching(nn.Module):
+    """Keeps what ends its second run, and goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+        self.caught: list[Exception] = []
+        self.inside: list[weakref.ref[Tensor]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        self.inside.append(weakref.ref(y))
+        try:
+            result: Tensor = self.part(y)
+        except Exception as error:
+            self.caught.append(error)
+            result = y.sigmoid().tanh()
+        return result
+
+
+def test_what_ends_a_second_run_keeps_nothing_alive() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), Catching())
+    block = model[1]
+    x = torch.randn(8, 16)
+    expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    block.inside.clear()
+    attach(model, recompute="1")
+    gc.disable()
+    try:
+        model(x).sum().backward()
+        assert len(block.caught) == 1, "the run was ended inside of its part, and once more after that"
+        assert len(block.inside) == 2 and not any(ref() is not None for ref in block.inside)
+    finally:
+        gc.enable()
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True))  # type: ignore[arg-type]

@@ -15,7 +15,10 @@ from lowtide.garbage import MOST_YOUNG, Tidiness
 
 
 @pytest.fixture(autouse=True)
-def setting() -> Iterator[None]:
+def setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a process without sessions; those that other tests have left behind are gone, or do not count."""
+    gc.collect()
+    monkeypatch.setattr(Tidiness, "_users", 0)
     before, enabled = gc.get_threshold(), gc.isenabled()
     gc.set_threshold(700, 10, 10)
     gc.enable()

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import lowtide
 from lowtide.capture.handles import Alias, Passed
-from lowtide.ledger import Lease, Ledger, SiteEntry
+from lowtide.ledger import Ledger, SiteEntry
 from lowtide.payloads import Payload
 
 
@@ -163,9 +163,9 @@ def test_the_usual_size_of_a_step_follows_the_steps():
     """What is kept for a moment is bounded by a share of it: a trial of a large batch must not raise it for good."""
     ledger = Ledger()
     for size, usual in ((100, 100), (1000, 1000), (10, 1000), (10, 10)):
-        lease = Lease(ledger, "raw", size)
+        ledger.add_raw(size)
         assert ledger.raw_usual == usual, size
-        del lease
+        ledger.raw -= size
         ledger.end_step()
     assert ledger.raw_peak == 1000
 

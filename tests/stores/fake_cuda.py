@@ -29,10 +29,18 @@ class Stream:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.queue: deque[tuple[Callable[[], bool], Callable[[], None]]] = deque()
+        self.before: list[Stream] = []
         self.raw = machine.add(self)
 
     def put(self, work: Callable[[], None], is_ready: Callable[[], bool] = lambda: True) -> None:
         self.queue.append((is_ready, work))
+
+    def __enter__(self) -> None:
+        self.before.append(self.machine.current)
+        self.machine.switch_to(self)
+
+    def __exit__(self, *_: object) -> None:
+        self.machine.switch_to(self.before.pop())
 
     def wait_stream(self, other: Stream) -> None:
         event = Event(self.machine)
@@ -81,6 +89,10 @@ class Machine(TorchFunctionMode):
         self._free: dict[tuple[int, int], list[int]] = {}  # by size and stream: where
         self._lent: list[Tensor] = []
         self._end = 0
+
+    def switch_to(self, stream: Stream) -> None:
+        self.calls["streams set"] += 1
+        self.current = stream
 
     def add(self, stream: Stream) -> int:
         self.streams.append(stream)
@@ -159,27 +171,9 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 def installed(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     """Torch believes that the machine is its device."""
 
-    def set_stream(stream: Stream) -> None:
-        machine.calls["streams set"] += 1
-        machine.current = stream
-
-    @contextmanager
-    def on_stream(stream: Stream) -> Iterator[None]:
-        before = machine.current
-        set_stream(stream)
-        yield
-        set_stream(before)
-
-    @contextmanager
-    def on_device(index: int) -> Iterator[None]:
-        yield
-
     monkeypatch.setattr(torch.cuda, "Stream", lambda device=None: Stream(machine))
     monkeypatch.setattr(torch.cuda, "Event", lambda: Event(machine))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: machine.current)
-    monkeypatch.setattr(torch.cuda, "set_stream", set_stream)
-    monkeypatch.setattr(torch.cuda, "stream", on_stream)
-    monkeypatch.setattr(torch.cuda, "device", on_device)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: machine.lend(tensor, stream))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: machine.current.raw, raising=False)
     with machine:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from lowtide import codecs
 from lowtide.records import Encoded
 from lowtide.stores import _link
+from lowtide.stores._arena import Block
 from lowtide.stores._crate import large_buffers
 from lowtide.stores._lane import Lane, OnHost
 from lowtide.stores._link import CudaFlight, CudaLink, Way
@@ -185,6 +186,26 @@ def test_backward_on_another_stream_than_forward(is_upside_down: bool, monkeypat
             trainer = Trainer(machine, 3 * SIZE, SIZE)
             run_steps(trainer, backward_on=Stream(machine), is_upside_down=is_upside_down)
             assert trainer.mistakes() == []
+
+
+def test_a_payload_may_die_while_it_is_sent(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By garbage collection, when room for its copy is made: the copy runs, and its source lives until then."""
+    trainer = Trainer(machine, 4 * SIZE, 2 * SIZE)
+    for number in range(2):
+        trainer.put(number)
+    take = trainer.link.arena.take
+
+    def collect(nbytes: int, dtype: torch.dtype) -> Block:
+        trainer.held.pop(0, None)
+        return take(nbytes, dtype)
+
+    monkeypatch.setattr(trainer.link.arena, "take", collect)
+    trainer.put(2)
+    trainer.scribble()
+    assert machine.calls["copies"] == 1 and trainer.lane.nbytes_here == 2 * SIZE
+    for number in (2, 1):
+        trainer.fetch(number)
+    assert trainer.mistakes() == []
 
 
 def test_what_stays_costs_no_call_of_the_device(machine: Machine) -> None:

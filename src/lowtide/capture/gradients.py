@@ -95,7 +95,7 @@ class Collector:
         with torch.no_grad(), torch.autocast(handle.spec.device.type, enabled=False):
             x = handle.restore()
             maker = handle.entry.maker if handle.entry is not None else None
-            if maker is not None and maker.source.site is None:  # its input is nobody's to store: there is no error
+            if not isinstance(maker, Maker) or maker.source.site is None:  # its input is nobody's to store: no error
                 maker = None
             stored = x if maker is None else maker.source.restore()
             record = self._record(node, handle, stored, maker)
@@ -113,7 +113,8 @@ class Collector:
                 record.add("root", norm(part))
             channels = Channels.of(node, x) if wish.channels and "batch_norm" in site.op else None
             gain = None if maker is None else maker.gain(bounds.sample(stored, ()))
-        hook = _Hook(record, probes, peaks=wish.peaks, channels=channels, gain=gain)
+        uneven = weakref.ref(handle) if "batch_norm" in site.op else None
+        hook = _Hook(record, probes, peaks=wish.peaks, channels=channels, gain=gain, uneven=uneven)
         if check is not None:
             hook.check = check, handle
         node.register_hook(hook)
@@ -260,10 +261,18 @@ class _Hook:
     """Runs when backward has run a node: its gradients become a few numbers of the node's site."""
 
     def __init__(
-        self, record: Record, probes: list[Probe], *, peaks: bool, channels: Channels | None, gain: Tensor | None
+        self,
+        record: Record,
+        probes: list[Probe],
+        *,
+        peaks: bool,
+        channels: Channels | None,
+        gain: Tensor | None,
+        uneven: weakref.ref[Handle] | None,
     ) -> None:
         self._record, self._probes, self._peaks, self._channels = record, probes, peaks, channels
         self._gain = gain  # where the tensor is made of another one: of the variance of that one's error
+        self._uneven = uneven  # the save whose errors may have different variances; its payload is to die with it
         self.check: tuple[SpotCheck, Handle] | None = None
 
     @torch.no_grad()
@@ -272,14 +281,17 @@ class _Hook:
         if gy is None:
             return
         backward, arrived = torch._C._current_graph_task_id(), Arrived(gy)
+        felt = self._felt(arrived)
         for probe in self._probes:
             outgoing = grad_inputs[probe.edge]
             if outgoing is None or any(grad_inputs[edge] is None for edge in probe.reads):
                 continue  # ``torch.autograd.grad`` has asked for some gradients only
-            reaction = probe.measure(grad_inputs, arrived)
+            reaction = probe.measure(grad_inputs, felt)
             record.add(f"sensitivity.{probe.kind}", reaction if self._gain is None else reaction * self._gain, backward)
             if probe.kind not in record.weights:
                 record.add(f"energy.{probe.kind}", norm(outgoing), backward)
+        if felt.evenness is not None:
+            record.add("governed", felt.evenness.mean(), backward)
         record.add("gradient", arrived.square(), backward)
         if self._peaks and gy.dim() > 1:
             record.add("peak", torch.linalg.vector_norm(gy.flatten(1), torch.inf, 1).mean(), backward)
@@ -289,5 +301,12 @@ class _Hook:
         if self.check is not None:
             check, handle = self.check
             self.check = None  # or the payload would live as long as the graph
-            variance = check.variance(handle.restore(), gy)
+            variance = check.variance(handle.restore(), gy, felt.gradient)
             record.add("error", variance if self._gain is None else variance / self._gain, backward)
+
+    def _felt(self, arrived: Arrived) -> Arrived:
+        """The gradient as errors feel it."""
+        handle = self._uneven() if self._uneven is not None else None
+        variances = getattr(handle.kept, "variances", None) if handle is not None else None
+        found = variances() if variances is not None else None
+        return arrived if found is None else arrived.felt(found)

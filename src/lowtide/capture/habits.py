@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.modules import module as globals_of
 
+from lowtide.capture.handles import extent_of
 from lowtide.records import Need, Site, TensorSpec
 
 _PLAIN = frozenset(
@@ -39,30 +40,22 @@ class Save(NamedTuple):
 class Habit:
     """A save that is known beforehand: what the tensor looked like last time at this place, and how it was named."""
 
-    __slots__ = ("_geometry", "_module", "_state", "is_leaf", "key", "module", "need", "site", "spec")
+    __slots__ = ("_looks", "_module", "_state", "extent", "is_leaf", "key", "module", "need", "site", "spec")
 
     def __init__(self, module: nn.Module, spec: TensorSpec, is_leaf: bool, site: Site, need: Need) -> None:
-        self._module, self._state = module, _state(module)
-        self._geometry = spec.shape, spec.stride, spec.dtype, spec.device
+        self._module, self._state = module, state_of(module)
+        self._looks = (spec.shape, spec.stride, spec.dtype, spec.device, is_leaf, False)
         self.spec, self.is_leaf, self.site, self.need = spec, is_leaf, site, need
+        self.extent = extent_of(spec)
         self.key = (site.path, site.op, site.field)
         self.module = type(module).__name__
 
     def fits(self, module: nn.Module, tensor: Tensor) -> bool:
         """Whether another save of the same layer, at the same place in its order, is of the same kind."""
-        shape, stride, dtype, device = self._geometry
-        return (
-            module is self._module
-            and type(tensor) is Tensor
-            and tensor.shape == shape
-            and tensor.dtype is dtype
-            and tensor.stride() == stride
-            and tensor.device == device
-            and tensor.is_leaf is self.is_leaf
-            and not tensor.is_neg()
-            and is_plain(module)
-            and _state(module) == self._state
-        )
+        if module is not self._module or type(tensor) is not Tensor:
+            return False
+        looks = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_leaf, tensor.is_neg())
+        return looks == self._looks and state_of(module) == self._state
 
     def site_of(self, call: int) -> Site:
         site = self.site
@@ -85,9 +78,8 @@ class Habits:
 
     def key(self, module: nn.Module | None, path: str, number: int, spec: TensorSpec, is_leaf: bool) -> Any:
         """What a save is remembered under; None for a module that is not a plain layer."""
-        if module is None or not is_plain(module):
-            return None
-        return path, number, spec, is_leaf, _state(module)
+        state = state_of(module) if module is not None else None
+        return (path, number, spec, is_leaf, state) if state is not None else None
 
     def recall(self, key: Any) -> Save | None:
         """The save that has been seen under ``key`` often enough."""
@@ -102,26 +94,29 @@ class Habits:
         self._seen[key] = (save, seen[1] + 1 if seen is not None and seen[0] == save else 1)
 
 
-def is_plain(module: nn.Module) -> bool:
-    """Whether the module's forward is one op of torch, with no hooks but ours around it."""
-    return (
-        type(module) in _PLAIN
-        and "forward" not in module.__dict__
-        and len(module._forward_hooks) == 1
-        and len(module._forward_pre_hooks) == 1
-        and not globals_of._global_forward_hooks
-        and not globals_of._global_forward_pre_hooks
-    )
+def state_of(module: nn.Module) -> tuple[bool, bool] | None:
+    """What the saves of a plain layer depend on: whether it is in training, whether its weight is trained.
+
+    None for any other module: forward is more than one op of torch, or may be, or there are hooks around it besides
+    ours.
+    """
+    own = module.__dict__
+    if (
+        type(module) not in _PLAIN
+        or "forward" in own
+        or len(own["_forward_hooks"]) != 1
+        or len(own["_forward_pre_hooks"]) != 1
+        or globals_of._global_forward_hooks
+        or globals_of._global_forward_pre_hooks
+    ):
+        return None
+    weight = own["_parameters"].get("weight")
+    return own["training"], weight is not None and weight.requires_grad
 
 
 def has_state(module: nn.Module) -> bool:
     """Whether a leaf that the module saves may be its own parameter, or a cast of one, or a buffer."""
     return bool(module._parameters or module._buffers)
-
-
-def _state(module: nn.Module) -> tuple[bool, bool]:
-    weight = module._parameters.get("weight")
-    return module.training, weight is not None and weight.requires_grad
 
 
 site_of = lru_cache(maxsize=1 << 14)(Site)  # the same from step to step

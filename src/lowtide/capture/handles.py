@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, UntypedStorage
 
 from lowtide.coding import layout
@@ -19,6 +20,8 @@ class Kept(Protocol):
 
     def restore(self, handle: Handle) -> Tensor: ...
 
+    # Where errors are not alike, also ``variances()``: of each value's error, as multiples of that under the bound.
+
 
 class Alias:
     """The tensor itself, detached; as in stock autograd, changing it in place before backward is an error."""
@@ -29,17 +32,18 @@ class Alias:
         self._tensor, self._version, self._lease = tensor, version, lease
 
     def restore(self, handle: Handle) -> Tensor:
-        return _unchanged(self._tensor, self._version, handle.name)
+        tensor = self._tensor
+        if tensor._version != self._version:
+            raise _modified(tensor, self._version, handle.name)
+        return tensor
 
 
-def _unchanged(tensor: Tensor, version: int, name: str) -> Tensor:
-    if tensor._version != version:
-        raise ModifiedError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"tensor of shape {tuple(tensor.shape)} saved at {name} is at version {tensor._version}; expected version "
-            f"{version} instead. Hint: clone it before the change"
-        )
-    return tensor
+def _modified(tensor: Tensor, version: int, name: str) -> ModifiedError:
+    return ModifiedError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"tensor of shape {tuple(tensor.shape)} saved at {name} is at version {tensor._version}; expected version "
+        f"{version} instead. Hint: clone it before the change"
+    )
 
 
 class Passed:
@@ -62,48 +66,52 @@ class Passed:
     def spec(self) -> TensorSpec:
         return TensorSpec.of(self._tensor)
 
-    @property
-    def name(self) -> str:
-        return self.call_path or ROOT
-
     def restore(self) -> Tensor:
-        return _unchanged(self._tensor, self._version, self.name)
+        tensor = self._tensor
+        if tensor._version != self._version:
+            raise _modified(tensor, self._version, self.call_path or ROOT)
+        return tensor
 
 
 class Recast:
     """A cast of a parameter, made again from the parameter when backward asks for it; the graph owns this instead."""
 
-    __slots__ = ("_dtype", "_is_turned", "_parameter", "_shape", "_stride", "_version", "call_path")
+    __slots__ = ("_dtype", "_is_turned", "_parameter", "_version", "call_path")
 
-    def __init__(self, parameter: Tensor, cast: Tensor, path: str) -> None:
-        self._parameter, self._version = parameter, parameter._version
-        self._dtype, self._shape, self._stride = cast.dtype, cast.shape, cast.stride()
-        self._is_turned = self._shape != parameter.shape or self._stride != parameter.stride()
-        self.call_path = path
+    def __init__(self, parameter: Tensor, dtype: torch.dtype, path: str, *, is_turned: bool) -> None:
+        self._parameter, self._version, self._dtype = parameter, parameter._version, dtype
+        self._is_turned, self.call_path = is_turned, path
+
+    @classmethod
+    def of(cls, parameter: Tensor, cast: Tensor, path: str) -> Recast | None:
+        """None where casting the parameter again, and transposing it again, does not give what was saved."""
+        shape, stride = parameter.shape, parameter.stride()
+        is_turned = cast.shape != shape or cast.stride() != stride
+        if is_turned and (cast.shape != shape[::-1] or cast.stride() != stride[::-1]):
+            return None
+        if cast.storage_offset() or not layout.is_dense(shape, stride):
+            return None
+        return cls(parameter, cast.dtype, path, is_turned=is_turned)
 
     is_leaf = False
 
     @property
     def spec(self) -> TensorSpec:
-        return TensorSpec(tuple(self._shape), self._stride, self._dtype, self._parameter.device)
-
-    @property
-    def fits(self) -> bool:
-        """Whether casting the parameter again, and transposing it again, gives what was saved, if that begins with its
-        storage."""
-        shape, stride = self._parameter.shape, self._parameter.stride()
-        is_turned_back = self._shape == shape[::-1] and self._stride == stride[::-1]
-        return layout.is_dense(shape, stride) and (not self._is_turned or is_turned_back)
+        shape, stride = tuple(self._parameter.shape), self._parameter.stride()
+        if self._is_turned:
+            shape, stride = shape[::-1], stride[::-1]
+        return TensorSpec(shape, stride, self._dtype, self._parameter.device)
 
     def restore(self) -> Tensor:
-        if self._parameter._version != self._version:
+        parameter = self._parameter
+        if parameter._version != self._version:
             raise ModifiedError(
-                f"the parameter of shape {tuple(self._parameter.shape)} whose {self._dtype} cast was saved at "
+                f"the parameter of shape {tuple(parameter.shape)} whose {self._dtype} cast was saved at "
                 f"{self.call_path or ROOT} has changed since forward, so the cast cannot be made again. Run backward "
                 "before the optimizer's step, or attach with recast=False to keep casts"
             )
-        cast = self._parameter.detach().to(self._dtype)
-        return cast.as_strided(self._shape, self._stride, 0) if self._is_turned else cast
+        cast = parameter.detach().to(self._dtype)
+        return cast.as_strided(cast.shape[::-1], cast.stride()[::-1], 0) if self._is_turned else cast
 
 
 class StorageRecord:
@@ -117,14 +125,14 @@ class StorageRecord:
     def __init__(self, storage: UntypedStorage, ledger: Ledger) -> None:
         self._reference = storage._weak_ref()
         self._ledger = ledger
-        self.nbytes = self.unclaimed = storage.nbytes()  # unclaimed: not yet attributed to a site
-        ledger.change("raw", self.nbytes)
+        nbytes = self.nbytes = self.unclaimed = storage.nbytes()  # unclaimed: not yet attributed to a site
+        ledger.add_raw(nbytes)
         self._kept: weakref.ref[Lease] | None = None
         self.entries: dict[Any, weakref.ref[Entry]] = {}
 
     def __del__(self, free: Callable[..., Any] = UntypedStorage._free_weak_ref) -> None:
         free(self._reference)
-        self._ledger.change("raw", -self.nbytes)
+        self._ledger.raw -= self.nbytes
 
     def claim(self) -> int:
         """The storage's bytes for the first site that asks, nothing for the others."""
@@ -136,12 +144,12 @@ class StorageRecord:
         """Whether some save holds the storage as it is, so that another costs nothing."""
         return self._kept is not None and self._kept() is not None
 
-    def keep(self, ledger: Ledger) -> tuple[Lease, int]:
+    def keep(self) -> tuple[Lease, int]:
         """A lease on the storage held as it is, shared by all who keep it, and the bytes that this call added."""
         lease = self._kept() if self._kept is not None else None
         if lease is not None:
             return lease, 0
-        lease = Lease(ledger, "held", self.nbytes)
+        lease = Lease(self._ledger, self.nbytes)
         self._kept = weakref.ref(lease)
         return lease, self.nbytes
 
@@ -149,19 +157,29 @@ class StorageRecord:
 class Entry:
     """One tensor (a stretch of a storage at one version), however many ops saved it."""
 
-    __slots__ = ("__weakref__", "_payloads", "maker", "raw", "record", "version", "waiting")
+    __slots__ = ("__weakref__", "_payloads", "maker", "raw", "record", "spec", "version", "waiting")
 
     def __init__(self, record: StorageRecord, version: int) -> None:
         self.record = record
         self.version = version
         self.raw: Tensor | None = None
-        self.maker: Any = None  # the op that can make the tensor again, until it is settled
+        self.spec: TensorSpec | None = None  # of ``raw``; other saves of the same memory may have other shapes
+        self.maker: Any = None  # what can make the tensor again, or its pair, until it is settled
         self.waiting: list[weakref.ref[Handle]] = []
         self._payloads: dict[Any, weakref.ref[Any]] = {}
 
-    def alive(self) -> list[Handle]:
-        """The handles that wait and are still wanted."""
-        return [handle for handle in [ref() for ref in self.waiting] if handle is not None]
+    def take_named(self) -> list[Handle]:
+        """The handles that wait and are still wanted, which then wait no longer; none while one has no name."""
+        handles = []
+        for ref in self.waiting:
+            handle = ref()
+            if handle is not None:
+                if handle.need is None:
+                    return []
+                handles.append(handle)
+        if handles:
+            self.waiting = []
+        return handles
 
     def payload(self, key: Any) -> Any | None:
         """The payload that a save of this tensor has under ``key``, if one lives."""
@@ -179,8 +197,8 @@ class Handle:
         "__weakref__", "call_path", "entry", "habit", "is_leaf", "kept", "module", "need", "number", "site", "spec"
     )  # fmt: skip
 
-    def __init__(self, spec: TensorSpec, path: str, module: str, is_leaf: bool) -> None:
-        self.number = 0  # in the order of saving, within a scope
+    def __init__(self, spec: TensorSpec, path: str, module: str, is_leaf: bool, number: int = 0) -> None:
+        self.number = number  # in the order of saving, within a scope
         self.spec = spec
         self.call_path = path
         self.module = module
@@ -218,26 +236,36 @@ class Deduplicator:
         return self.record_of(tensor.untyped_storage())
 
     def record_of(self, storage: UntypedStorage) -> StorageRecord:
-        cdata = storage._cdata
-        ref = self._records.get(cdata)
+        ref = self._records.get(storage._cdata)
         record = ref() if ref is not None else None
-        if record is None:
-            if len(self._records) >= self._limit:  # doubled each time, so that a record costs the same however many
-                self._records = {cdata: ref for cdata, ref in list(self._records.items()) if ref() is not None}
-                self._limit = 2 * len(self._records) + 1024
-            record = StorageRecord(storage, self._ledger)
-            self._records[cdata] = weakref.ref(record)
+        return record if record is not None else self._add(storage)
+
+    def _add(self, storage: UntypedStorage) -> StorageRecord:
+        if len(self._records) >= self._limit:  # doubled each time, so that a record costs the same however many
+            self._records = {cdata: ref for cdata, ref in list(self._records.items()) if ref() is not None}
+            self._limit = 2 * len(self._records) + 1024
+        record = StorageRecord(storage, self._ledger)
+        self._records[storage._cdata] = weakref.ref(record)
         return record
 
-    def entry(self, tensor: Tensor, spec: TensorSpec, version: int) -> Entry:
+    def entry(self, tensor: Tensor, extent: Extent, version: int) -> Entry:
         """The entry for the memory that ``tensor`` covers: dense views of one stretch share it whatever their shape."""
-        record = self.record_of(tensor.untyped_storage())
-        shape, stride = spec.shape, spec.stride
-        geometry = tensor.numel() if layout.is_dense(shape, stride) else (shape, stride)
-        key = (tensor.storage_offset(), geometry, spec.dtype, version)
+        storage = tensor.untyped_storage()
+        ref: Any = self._records.get(storage._cdata)
+        record = (ref() if ref is not None else None) or self._add(storage)
+        key = (tensor.storage_offset(), extent, version)
         ref = record.entries.get(key)
         entry = ref() if ref is not None else None
         if entry is None:
             entry = Entry(record, version)
             record.entries[key] = weakref.ref(entry)
         return entry
+
+
+Extent = tuple[Any, torch.dtype]
+
+
+def extent_of(spec: TensorSpec) -> Extent:
+    """What tells a tensor from others that begin at the same place: its size if it is dense, else its geometry."""
+    shape, stride = spec.shape, spec.stride
+    return (spec.numel if layout.is_dense(shape, stride) else (shape, stride)), spec.dtype

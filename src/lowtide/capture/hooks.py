@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide.capture import graph, identity, makers, needs
+from lowtide.capture import graph, identity, makers, needs, pairs
 from lowtide.capture.habits import Habit, Habits, Save, has_state, site_of
-from lowtide.capture.handles import Alias, Deduplicator, Entry, Handle, Passed, Recast
+from lowtide.capture.handles import Alias, Deduplicator, Entry, Extent, Handle, Passed, Recast, extent_of
 from lowtide.capture.scopes import Region, Scope, Scopes
 from lowtide.ledger import Ledger
 from lowtide.records import ROOT, Kind, Need, TensorSpec
@@ -36,6 +36,7 @@ class Capture:
         ledger: Ledger,
         settle: Settle,
         leave: Leave,
+        settle_rest: Callable[[], None],
         *,
         min_size: int,
         recast: bool,
@@ -45,7 +46,7 @@ class Capture:
         modules = model.modules() if model is not None else ()
         self._buffer_owners = [module for module in modules if module._buffers]
         self._dedup = Deduplicator(ledger)
-        self._settle, self._leave = settle, leave
+        self._settle, self._leave, self._settle_rest = settle, leave, settle_rest
         self._ledger = ledger
         self._min_size, self._recast, self._remake = min_size, recast, remake
         self.on_named: Callable[[Any, Handle], None] | None = None  # while statistics are wanted
@@ -67,9 +68,12 @@ class Capture:
             self._habits.begin()
         if type(tensor) is nn.Parameter:
             return Passed(tensor, path)
-        if self._habits.is_trusted and self.on_named is None and module is not None:
-            habit = self._habits.latest.get((path, scope.saved_in.get(path, 0)))
+        habits = self._habits
+        if habits.is_trusted and self.on_named is None and module is not None:
+            number = scope.saved_in.get(path, 0)
+            habit = habits.latest.get((path, number))
             if habit is not None and habit.fits(module, tensor) and not _is_special(tensor, habit.is_leaf, scope):
+                scope.saved_in[path] = number + 1
                 return self._take_as_usual(tensor, scope, path, habit)
         if tensor.requires_grad:
             recast = self._recast_of(tensor, path) if self._recast else None
@@ -78,24 +82,24 @@ class Capture:
 
     def _take_as_usual(self, tensor: Tensor, scope: Scope, path: str, habit: Habit) -> Handle:
         """What ``_take`` does with a save that waits and is named at once."""
-        handle = Handle(habit.spec, path, habit.module, habit.is_leaf)
-        handle.number = scope.packed
-        scope.saved_in[path] = scope.saved_in.get(path, 0) + 1
-        call = scope.calls.get(habit.key, 0)
-        scope.calls[habit.key] = call + 1
-        handle.site, handle.need = habit.site_of(call), habit.need
-        entry = self._enter(handle, tensor)
-        entry.waiting.append(weakref.ref(handle))
-        self._is_ready(scope, entry)
-        if not habit.is_leaf and scope.may_resolve:
+        handle = Handle(habit.spec, path, habit.module, habit.is_leaf, scope.packed)
+        key, calls, site = habit.key, scope.calls, habit.site
+        call = calls.get(key, 0)
+        calls[key] = call + 1
+        handle.site = site if call == site.call else habit.site_of(call)
+        handle.need = habit.need
+        entry = self._enter(handle, tensor, habit.extent)
+        ready = scope.ready
+        if not ready or ready[-1] is not entry:
+            self._is_ready(scope, entry)
+        if scope.unresolved and not habit.is_leaf and scope.may_resolve:
             self._resolve(scope, [tensor.grad_fn], building=True)
-        if scope.ready_nbytes > self._most_ready():
+        if self._is_enough(scope):
             self._settle_ready(scope, entry)
         return handle
 
     def _take(self, tensor: Tensor, scope: Scope, module: nn.Module | None, path: str) -> Handle:
-        handle = _handle(tensor, module, path)
-        handle.number = scope.packed
+        handle = _handle(tensor, module, path, scope.packed)
         left = self._left_alone(tensor, scope, module)
         if left is None:
             self._wait(handle, tensor, scope, module)
@@ -103,7 +107,7 @@ class Capture:
             self._pass_through(handle, tensor, left)
         if not handle.is_leaf and scope.may_resolve and (left is None or left.leads_on):
             self._resolve(scope, [tensor.grad_fn], building=True)
-        if scope.ready_nbytes > self._most_ready() or module is None:
+        if self._is_enough(scope) or module is None:
             self._settle_ready(scope, handle.entry)
         return handle
 
@@ -111,20 +115,19 @@ class Capture:
         """Take in a tensor that no op saves now and that will be asked for all the same, under a name of its own."""
         scope, module, path = self.scopes.current()
         assert scope is not None, "only while something is recorded"
-        handle = _handle(tensor, module, path)
         scope.packed += 1
-        handle.number = scope.packed
+        handle = _handle(tensor, module, path, scope.packed)
         left = self._left_alone(tensor, scope, module)
         if left is not None:
             self._pass_through(handle, tensor, left)
         else:
-            self._enter(handle, tensor).waiting.append(weakref.ref(handle))
+            self._enter(handle, tensor, extent_of(handle.spec))
             self._give_name(scope, handle, op, field, need)
         if not handle.is_leaf and scope.unresolved:  # what else has saved it settles together with this
             self._resolve(scope, [tensor.grad_fn], building=False)
         self._settle_ready(scope, None)
-        if handle.entry is not None:
-            self._settle_if_named(handle.entry)
+        if handle.entry is not None and (handles := handle.entry.take_named()):
+            self._settle(handle.entry, handles)
         return handle
 
     def is_innermost(self) -> bool:
@@ -144,14 +147,15 @@ class Capture:
         if not identity.is_plain(tensor):
             return None
         storage = tensor.untyped_storage()
-        if storage._cdata in self._buffers(scope):
+        cdata = storage._cdata
+        if cdata in (scope.buffers if scope.buffers is not None else self._buffers(scope)):
             return Passed(tensor, path)
         if identity.unfit(tensor, self._min_size) is not identity.SMALL:
             return None
-        if storage._cdata in scope.inputs or tensor._base is not None:
+        if cdata in scope.inputs or tensor._base is not None:
             return None
         record = self._dedup.record_of(storage)
-        lease, added = record.keep(self._ledger)
+        lease, added = record.keep()
         name = self._small.get(path) or self._small.setdefault(path, f"{path or ROOT} ({identity.SMALL.reason})")
         kind_of_module = type(module).__name__ if module is not None else ""
         self._ledger.record(name, kind_of_module, "exact", "kept", identity.SMALL.reason, "", record.claim(), added)
@@ -159,15 +163,13 @@ class Capture:
 
     def _wait(self, handle: Handle, tensor: Tensor, scope: Scope, module: nn.Module | None) -> None:
         """Hold the tensor, without its graph, until its op is known; saves of the same tensor wait together."""
-        entry = self._enter(handle, tensor)
-        ref = weakref.ref(handle)
-        entry.waiting.append(ref)
+        entry = self._enter(handle, tensor, extent_of(handle.spec))
         number = scope.saved_in.get(handle.call_path, 0)
         scope.saved_in[handle.call_path] = number + 1
         handle.habit = self._habits.key(module, handle.call_path, number, handle.spec, handle.is_leaf)
         known = self._habits.recall(handle.habit) if self._habits.is_trusted and self.on_named is None else None
         if known is None:
-            scope.wait_for(handle.number, ref)
+            scope.wait_for(handle.number, weakref.ref(handle))
             return
         self._give_name(scope, handle, known.op, known.field, known.need)
         self._is_ready(scope, entry)
@@ -175,13 +177,14 @@ class Capture:
             habit = Habit(module, handle.spec, handle.is_leaf, handle.site, known.need)
             self._habits.latest[(handle.call_path, number)] = habit
 
-    def _enter(self, handle: Handle, tensor: Tensor) -> Entry:
+    def _enter(self, handle: Handle, tensor: Tensor, extent: Extent) -> Entry:
         """The entry of the tensor's memory, which holds it, without its graph, until it is settled."""
-        entry = handle.entry = self._dedup.entry(tensor, handle.spec, tensor._version)
+        entry = handle.entry = self._dedup.entry(tensor, extent, tensor._version)
+        entry.waiting.append(weakref.ref(handle))
         if entry.raw is None:
-            entry.raw = tensor.detach()
+            entry.raw, entry.spec = tensor.detach(), handle.spec
         if self._remake and entry.maker is None:
-            entry.maker = makers.find(tensor)
+            entry.maker = makers.find(tensor) or pairs.find(tensor)
         return entry
 
     def _is_ready(self, scope: Scope, entry: Entry) -> None:
@@ -189,12 +192,13 @@ class Capture:
             scope.ready.append(entry)
             scope.ready_nbytes += entry.record.nbytes
 
-    def _most_ready(self) -> float:
-        ledger = self._ledger
+    def _is_enough(self, scope: Scope) -> bool:
+        """Whether as much is ready to be settled as may wait."""
+        ledger, nbytes = self._ledger, scope.ready_nbytes
         if ledger.is_scarce:
-            return 0
+            return nbytes > 0
         usual = ledger.raw_usual
-        return max(usual * _READY_SHARE, (usual - ledger.raw) * _EARLY_SHARE)
+        return nbytes > usual * _READY_SHARE and nbytes > (usual - ledger.raw) * _EARLY_SHARE
 
     def _settle_ready(self, scope: Scope, current: Entry | None) -> None:
         """Settle what has been named, except for the tensor that is being saved: its next op may save it, too.
@@ -205,8 +209,8 @@ class Capture:
         for entry in ready:
             if entry is current:
                 self._is_ready(scope, entry)
-            else:
-                self._settle_if_named(entry)
+            elif handles := entry.take_named():
+                self._settle(entry, handles)
 
     def _left_alone(self, tensor: Tensor, scope: Scope, module: nn.Module | None) -> identity.Left | None:
         """What is passed through as it is, in the order of the cheapest test first [3]."""
@@ -230,16 +234,19 @@ class Capture:
     def _buffers(self, scope: Scope) -> set[int]:
         """The storages of the model's buffers, as they are in this forward."""
         if scope.buffers is None:
-            owned = (buffer for module in self._buffer_owners for buffer in module._buffers.values())
-            plain = (buffer for buffer in owned if buffer is not None and identity.is_plain(buffer))
-            scope.buffers = {buffer.untyped_storage()._cdata for buffer in plain}
+            scope.buffers = {
+                buffer.untyped_storage()._cdata
+                for module in self._buffer_owners
+                for buffer in module._buffers.values()
+                if buffer is not None and identity.is_plain(buffer)
+            }
         return scope.buffers
 
     def _pass_through(self, handle: Handle, tensor: Tensor, left: identity.Left) -> None:
         lease, added = None, 0
         if not left.owned and identity.is_plain(tensor):
             record = self._dedup.record(tensor)
-            lease, added = record.keep(self._ledger)
+            lease, added = record.keep()
             handle.entry = Entry(record, tensor._version)
         handle.kept = Alias(tensor.detach(), tensor._version, lease)
         if not left.owned:
@@ -247,10 +254,7 @@ class Capture:
 
     def _recast_of(self, tensor: Tensor, path: str) -> Recast | None:
         parameter = identity.cast_parameter(tensor)
-        if parameter is None or tensor.storage_offset():
-            return None
-        recast = Recast(parameter, tensor, path)
-        return recast if recast.fits else None
+        return Recast.of(parameter, tensor, path) if parameter is not None else None
 
     def _look(self, scope: Scope, output: Any) -> None:
         """Name the saves that an output leads to; they are settled later: the next op may save the same tensors."""
@@ -259,6 +263,7 @@ class Capture:
 
     def _settle_all(self, scope: Scope) -> None:
         self._settle_ready(scope, None)
+        self._settle_rest()
 
     def _flush(self, scope: Scope) -> None:
         """What no path in the graph led to is kept as it is."""
@@ -267,7 +272,7 @@ class Capture:
             if handle is not None:
                 self._name(scope, handle, "unknown", "saved", _UNREACHED)
         scope.unresolved.clear()
-        self._settle_ready(scope, None)
+        self._settle_all(scope)
 
     def _resolve(self, scope: Scope, roots: list[Any], *, building: bool) -> None:
         """Name the pending saves of every node that has become reachable [5].
@@ -301,13 +306,6 @@ class Capture:
         scope.calls[key] = call + 1
         handle.site = site_of(*key, call, handle.module)
         handle.need = need
-
-    def _settle_if_named(self, entry: Entry) -> None:
-        """Hand a tensor on once every op that has saved it so far is known."""
-        handles = entry.alive()
-        if handles and all(other.need is not None for other in handles):
-            entry.waiting = []
-            self._settle(entry, handles)
 
 
 class _Fields(Mapping[str, Handle | Passed | Recast]):
@@ -347,8 +345,9 @@ def _is_special(tensor: Tensor, is_leaf: bool, scope: Scope) -> bool:
     return is_leaf and tensor.untyped_storage()._cdata in scope.inputs
 
 
-def _handle(tensor: Tensor, module: nn.Module | None, path: str) -> Handle:
-    return Handle(_spec(tensor), path, type(module).__name__ if module is not None else "", tensor.grad_fn is None)
+def _handle(tensor: Tensor, module: nn.Module | None, path: str, number: int = 0) -> Handle:
+    name = type(module).__name__ if module is not None else ""
+    return Handle(_spec(tensor), path, name, tensor.grad_fn is None, number)
 
 
 def _spec(tensor: Tensor) -> TensorSpec:

@@ -86,8 +86,10 @@ class Scope:
         return ref is not None and ref() is handle  # a handle of another scope may have the same number
 
 
-class _Local(threading.local):
-    """Per thread: the modules being run, innermost last, and the scope they record into."""
+class _Running:
+    """The modules being run, innermost last, and the scope they record into."""
+
+    __slots__ = ("below", "block", "scope", "stack", "watch")
 
     def __init__(self) -> None:
         self.stack: list[tuple[nn.Module, str, FrameType]] = []
@@ -95,6 +97,13 @@ class _Local(threading.local):
         self.block: Scope | None = None
         self.watch: Watch | None = None  # on, outside of modules in a block
         self.below: int | None = None  # function modes that it was on top of
+
+
+class _Threads(threading.local):
+    """What runs in each thread, looked up once: an attribute of a thread's own costs more than one of an object."""
+
+    def __init__(self) -> None:
+        self.running = _Running()
 
 
 class Scopes:
@@ -115,7 +124,7 @@ class Scopes:
     ) -> None:
         self._pack, self._unpack = pack, unpack
         self._look, self._settle, self._close = look, settle, close
-        self._local = _Local()
+        self._threads = _Threads()
         self._warned: set[str] = set()
         self._calls: dict[str, int] = {}  # how deep below a call of a module, by its path, the surrounding one runs
         self._saves: dict[str, int] = {}  # and how deep below a save the module runs that saves it
@@ -124,10 +133,17 @@ class Scopes:
 
     def enter(self, module: nn.Module, path: str, inputs: Any, frame: FrameType) -> None:
         """A module is about to run; the outermost one opens a scope [2]."""
-        local = self._local
-        if local.stack and not self._is_below(local.stack[-1][2], self._calls, path):
-            self._drop_dead_frames(frame)
-        if not local.stack:
+        local = self._threads.running
+        stack = local.stack
+        if stack:
+            outer = stack[-1][2]
+            try:
+                is_known = sys._getframe(self._calls.get(path, 0)) is outer
+            except ValueError:  # the stack is not that deep
+                is_known = False
+            if not is_known and not _is_below(sys._getframe(), outer, self._calls, path):
+                self._drop_dead_frames(frame)
+        if not stack:
             if not self._may_record():
                 return
             self._pause_watch()
@@ -135,20 +151,21 @@ class Scopes:
                 self._begin_forward(local.block, inputs)
             else:
                 self._open(inputs)
-        local.stack.append((module, path, frame))
+        stack.append((module, path, frame))
         if self.regions is not None and local.scope is not None:
             self.regions.enter(local.scope, module, inputs)
 
     def exit(self, module: nn.Module, output: Any) -> None:
         """A module has run, or raised (then ``output`` is None)."""
-        local = self._local
-        if not self.is_running(module):
+        local = self._threads.running
+        stack = local.stack
+        if not stack or (stack[-1][0] is not module and not self.is_running(module)):
             return
         if self.regions is not None and local.scope is not None:
             self.regions.exit(local.scope, module)
-        while local.stack.pop()[0] is not module:
+        while stack.pop()[0] is not module:
             pass
-        if local.stack or local.scope is None:
+        if stack or local.scope is None:
             return
         scope, local.scope = local.scope, None
         is_block = scope is local.block
@@ -166,14 +183,14 @@ class Scopes:
         self._watch()
 
     def is_running(self, module: nn.Module) -> bool:
-        stack = self._local.stack
+        stack = self._threads.running.stack
         if stack and stack[-1][0] is module:  # as a rule
             return True
         return any(entry[0] is module for entry in stack)
 
     def abandon(self) -> None:
         """Stop recording in this thread, in the middle of a forward if need be; a block goes on."""
-        local = self._local
+        local = self._threads.running
         scope, local.scope = local.scope, None
         local.stack.clear()
         if local.block is not None:
@@ -194,7 +211,7 @@ class Scopes:
                 "a torch.func transform forbids saved-tensor hooks, so nothing can be recorded inside of it; put the "
                 "block around code that the transform does not run, or leave it out"
             )
-        local = self._local
+        local = self._threads.running
         if local.stack:
             self._drop_dead_frames(sys._getframe(1))
         if local.block is not None or local.scope is not None or self._runs_again():
@@ -208,7 +225,7 @@ class Scopes:
 
     def end_block(self, block: Scope | None = None) -> None:
         """Close the block, unless it is another thread's; without one, whatever this thread has open."""
-        local = self._local
+        local = self._threads.running
         if block is not None and local.block is not block:
             return
         try:
@@ -226,42 +243,29 @@ class Scopes:
 
     def current(self) -> tuple[Scope | None, nn.Module | None, str]:
         """The scope to record into, and the innermost module being run, for the code that calls this."""
-        local = self._local
+        local = self._threads.running
         stack = local.stack
-        if stack and not self._is_below(stack[-1][2], self._saves, stack[-1][1]):
+        if stack:
+            module, path, frame = stack[-1]
+            try:
+                is_known = sys._getframe(self._saves.get(path, 0)) is frame
+            except ValueError:
+                is_known = False
+            if is_known or _is_below(sys._getframe(), frame, self._saves, path):
+                return local.scope or local.block, module, path
             self._drop_dead_frames(sys._getframe(1))
-        module, path, _ = stack[-1] if stack else (None, "", None)
-        return local.scope or local.block, module, path
-
-    @staticmethod
-    def _is_below(frame: FrameType, depths: dict[str, int], path: str) -> bool:
-        """Whether ``frame`` is still on the stack.
-
-        Where it was found the last time, in ``depths``, is looked at first: to walk there costs an object for each call
-        on the way, at every save.
-        """
-        try:
-            if sys._getframe(depths.get(path, 0)) is frame:
-                return True
-        except ValueError:  # the stack is not that deep
-            pass
-        depth, running = 0, sys._getframe()
-        while running is not frame:
-            if running.f_back is None:
-                return False
-            depth, running = depth + 1, running.f_back
-        depths[path] = depth
-        return True
+        inner, path, _ = stack[-1] if stack else (None, "", None)
+        return local.scope or local.block, inner, path
 
     def _drop_dead_frames(self, frame: FrameType | None) -> None:
         """Unwind modules that were left without their exit hook, as KeyboardInterrupt does [10]."""
-        stack, running = self._local.stack, set()
+        stack, running = self._threads.running.stack, set()
         while frame is not None:
             running.add(frame)
             frame = frame.f_back
         while stack and stack[-1][2] not in running:
             stack.pop()
-        scope = self._local.scope
+        scope = self._threads.running.scope
         if not stack:
             self.abandon()
         elif scope is not None and scope.region is not None and not self.is_running(scope.region.module):
@@ -295,14 +299,14 @@ class Scopes:
     def _open(self, inputs: Any) -> None:
         """Open a scope for one run of the outermost module."""
         self._warn_nested(torch._C._autograd._top_saved_tensors_default_hooks(False))
-        scope = self._local.scope = Scope()
+        scope = self._threads.running.scope = Scope()
         scope.inputs = identity.storages(inputs)
         self._push(scope)
 
     def _begin_forward(self, block: Scope, inputs: Any) -> None:
         """A forward inside of a block: names and numbers start anew."""
         self._end_forward(block)
-        self._local.scope = block
+        self._threads.running.scope = block
         block.inputs = identity.storages(inputs)
         block.calls.clear()
         block.saved_in.clear()
@@ -317,25 +321,25 @@ class Scopes:
 
     def _watch(self) -> None:
         """In a block, look at what ops outside of modules return."""
-        local = self._local
+        local = self._threads.running
         if local.block is not None and local.watch is None:
             local.watch = Watch(self._before_backward, self._after_op)
             local.watch.on(local.below)
 
     def _pause_watch(self) -> None:
         """Not while a module runs, which would take time; left on if it lies below a mode of somebody else."""
-        local = self._local
+        local = self._threads.running
         if local.watch is not None and local.watch.is_top():
             local.watch.off()
             local.watch, local.below = None, torch._C._len_torch_function_stack()
 
     def _before_backward(self) -> None:
-        local = self._local
+        local = self._threads.running
         if local.block is not None and not local.stack:
             self._settle(local.block)
 
     def _after_op(self, output: Any) -> None:
-        local = self._local
+        local = self._threads.running
         if local.block is not None and local.block.unresolved and not local.stack:
             self._look(local.block, output)
 
@@ -369,3 +373,18 @@ class Scopes:
         if topic not in self._warned:
             self._warned.add(topic)
             warnings.warn(text, LowtideWarning, stacklevel=5)
+
+
+def _is_below(running: FrameType, frame: FrameType, depths: dict[str, int], path: str) -> bool:
+    """Whether ``frame`` is still on the stack, at or below ``running``; notes how deep.
+
+    Callers look first where it was found the last time, in ``depths``: to walk there costs an object for each call on
+    the way, at every save.
+    """
+    depth = 0
+    while running is not frame:
+        if running.f_back is None:
+            return False
+        depth, running = depth + 1, running.f_back
+    depths[path] = depth
+    return True

@@ -173,7 +173,8 @@ def _batch_norm(node: Any, x: Tensor, below: Producer | None) -> list[Probe]:
         gscale = grads[1]
         assert gscale is not None, "the formula is not asked without it"
         gscale = gscale.to(squared.dtype)
-        reach = torch.addcmul(gy.squares(rest), gscale, gscale, value=1 + 2 / count)
+        even = gscale if gy.evenness is None else gscale * gy.evenness
+        reach = torch.addcmul(gy.squares(rest), gscale, even, value=1 + 2 / count)
         return torch.dot(squared, reach) / count
 
     found = [Probe(PROPAGATED, 0, onward, reads=(1,))]

@@ -45,13 +45,17 @@ class SpotCheck:
             return cls(axis, part, _scale(site.op, result, part, x.shape[0]), square)
         return None
 
-    def variance(self, stored: Tensor, gy: Tensor) -> Tensor:
-        """The variance of a stored value's error that the gradient's squared error amounts to."""
+    def variance(self, stored: Tensor, gy: Tensor, felt: Tensor | None = None) -> Tensor:
+        """The variance of a stored value's error that the gradient's squared error amounts to.
+
+        ``felt`` is the gradient that predictions are made with, if that is another one: where errors have different
+        variances.
+        """
         count = self.part.shape[self.axis]
         dtype = working(stored)
         error = stored.narrow(self.axis, 0, count).to(dtype) - self.part
-        gy = gy.narrow(self.axis, 0, count).to(dtype)
-        return square(self.weigh(error, gy)) / self.sensitivity(gy)
+        gy, felt = (part.narrow(self.axis, 0, count).to(dtype) for part in (gy, gy if felt is None else felt))
+        return square(self.weigh(error, gy)) / self.sensitivity(felt)
 
 
 _INVERSE_STD = {

@@ -30,15 +30,25 @@ def count_nonzero(x: Tensor, dim: Axes | None = None) -> Tensor:
 
 
 class Arrived:
-    """A gradient that arrived at a node; formulas that ask for the same sums of its squares share them."""
+    """A gradient that arrived at a node; formulas that ask for the same sums of its squares share them.
 
-    __slots__ = ("_dim", "_squares", "_total", "gradient")
+    Where errors of the tensor that the node saved have different variances, the gradient is that times the roots of
+    them, and ``evenness`` is their mean by channel.
+    """
 
-    def __init__(self, gradient: Tensor) -> None:
+    __slots__ = ("_dim", "_squares", "_total", "evenness", "gradient")
+
+    def __init__(self, gradient: Tensor, evenness: Tensor | None = None) -> None:
         self.gradient = gradient
+        self.evenness = evenness
         self._dim: Axes | None = None
         self._squares: Tensor | None = None  # along _dim
         self._total: Tensor | None = None
+
+    def felt(self, variances: Tensor) -> Arrived:
+        """The same gradient where errors have these variances; channels are the second axis."""
+        rest = tuple(axis for axis in range(variances.dim()) if axis != 1)
+        return Arrived(self.gradient * variances.sqrt(), variances.mean(rest))
 
     def squares(self, dim: Axes) -> Tensor:
         """Sums along ``dim``."""

@@ -28,8 +28,8 @@ def mix64(*words: int, state: int = 0) -> int:
 
 def keys(seed: int) -> tuple[int, int]:
     """The two 32-bit keys of a stream, as signed integers; neighbouring seeds have unrelated keys."""
-    mixed = mix64(seed)
-    return _signed32(mixed), _signed32(mixed >> 32)
+    low, high = (mixed := mix64(seed)) & _MASK32, mixed >> 32
+    return low - (low >> 31 << 32), high - (high >> 31 << 32)
 
 
 def bytes_at(seed: int, index: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ in place of the worst one, and one objective for every op.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,12 +125,13 @@ class Budget(Adaptive):
             self._last = statistics
             return {}
         groups = by_tensor(statistics.sites.values())
-        own = [self._own_limit(group) for group in groups]
+        parts_of_weights = self._divide_weights(groups)
+        own = [self._own_limit(group, parts_of_weights) for group in groups]
         reach = [
             sum(claim.gain for site in group for claim in site.claims if claim.kind == PROPAGATED) for group in groups
         ]
         parts = [
-            Part(group[0].site, limit * gain, group[0].numel)
+            Part(group[0].site, limit * gain, round(group[0].numel * group[0].governed))
             for group, limit, gain in zip(groups, own, reach, strict=True)
             if gain > 0
         ]
@@ -144,10 +146,33 @@ class Budget(Adaptive):
                 rules.update(dict.fromkeys((site.site for site in group), rule))
         return rules
 
-    def _own_limit(self, group: list[SiteStatistics]) -> float:
-        """The largest variance of an error that keeps the gradients of parameters within their shares."""
+    def _divide_weights(self, groups: list[list[SiteStatistics]]) -> dict[tuple[str, int], float]:
+        """What each site may add to a weight's gradient that several feed: equal parts, but for what one cannot use."""
+        feeding: dict[int, list[tuple[SiteStatistics, Claim, float]]] = {}
+        for group in groups:
+            most = self._own_limit(group, {})
+            for site in group:
+                for claim in site.claims:
+                    if claim.uses > 1 and claim.weight is not None and claim.gain > 0:
+                        feeding.setdefault(claim.weight, []).append((site, claim, most))
+        found: dict[tuple[str, int], float] = {}
+        for weight, items in feeding.items():
+            claim = items[0][1]
+            share = self._share(claim)
+            if share is not None:
+                parts = [Part(site.site, most * claim.gain, 1) for site, claim, most in items]
+                divided = divide(share * len(items) / claim.uses, parts)
+                found.update({(name, weight): part for name, part in divided.items()})
+        return found
+
+    def _own_limit(self, group: list[SiteStatistics], parts: Mapping[tuple[str, int], float]) -> float:
+        """The largest variance of an error that keeps the gradients of parameters within their shares.
+
+        ``parts``: of the shares of weights that several sites feed, which count only if they are in there.
+        """
         first = group[0]
-        limits = [_levels.variance(_levels.MOST * (1.0 if first.unit == "std" else first.std or 0.0), first.dtype)]
+        most = _levels.MOST if first.governed == 1 else _levels.MOST_OF_SOME
+        limits = [_levels.variance(most * (1.0 if first.unit == "std" else first.std or 0.0), first.dtype)]
         for site in group:
             for claim in site.claims:
                 share = self._share(claim)
@@ -155,7 +180,10 @@ class Budget(Adaptive):
                     continue
                 if claim.kind == SCALE and "batch_norm" in site.op and site.claim(BELOW) is None:
                     share *= _UNKNOWN_BELOW
-                limits.append(share / (claim.uses * claim.gain))
+                if claim.uses == 1 or claim.weight is None:
+                    limits.append(share / (claim.uses * claim.gain))
+                elif (site.site, claim.weight) in parts:
+                    limits.append(parts[site.site, claim.weight] / claim.gain)
         return min(limits)
 
     def _rule(self, site: SiteStatistics, limit: float) -> BoundRule | Keep | None:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import traceback
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -36,9 +37,14 @@ class Machine(Protocol):
 
     def eager(self) -> contextlib.AbstractContextManager[None]: ...
 
+    @property
+    def generator(self) -> torch.Generator: ...
+
     def aside(self) -> Aside: ...
 
-    def capture(self, body: Callable[[], Any], before: Graph | None) -> tuple[Graph, Any]: ...
+    def capture(
+        self, body: Callable[[], Any], before: Graph | None, generators: Sequence[torch.Generator] = ()
+    ) -> tuple[Graph, Any]: ...
 
     def random(self) -> int: ...
 
@@ -73,9 +79,13 @@ class CudaGraph:
     def replay(self) -> None:
         self._graph.replay()
 
-    def record(self, body: Callable[[], Any]) -> Any:
+    def record(self, body: Callable[[], Any], generators: Sequence[torch.Generator] = ()) -> Any:
         """On the current stream. Does without what ``torch.cuda.graph`` does before: to wait, and to empty caches."""
         reserved = torch.cuda.memory_reserved(self._device)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # later versions of torch find them by themselves, and say so
+            for generator in generators:
+                self._graph.register_generator_state(generator)
         with _no_collection():
             # Other threads (data loaders that pin memory) go on doing what only this one must not do.
             self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -156,10 +166,17 @@ class Cuda:
         """A stream for what runs beside the step in its graph."""
         return Stream(self._device)
 
-    def capture(self, body: Callable[[], Any], before: Graph | None) -> tuple[CudaGraph, Any]:
+    @property
+    def generator(self) -> torch.Generator:
+        return self._generator
+
+    def capture(
+        self, body: Callable[[], Any], before: Graph | None, generators: Sequence[torch.Generator] = ()
+    ) -> tuple[CudaGraph, Any]:
         """The graph of what ``body`` launches, and what it returns; nothing of it has run.
 
-        It takes over the pool of ``before``, which is not replayed any more.
+        It takes over the pool of ``before``, which is not replayed any more, and may draw from ``generators`` beside
+        the device's own.
         """
         assert before is None or isinstance(before, CudaGraph)
         if before is None or self._free() < _SPARE * before.nbytes:
@@ -174,10 +191,13 @@ class Cuda:
                 failed = _refusal(error)
                 raise
 
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
         try:
             with torch.cuda.stream(self._stream):
-                return graph, graph.record(run)
+                result = graph.record(run, generators)
+            current.wait_stream(self._stream)  # seeds and offsets, which it has set, are set again by a replay
+            return graph, result
         except Exception as error:
             failed = failed or _refusal(error)
         try:

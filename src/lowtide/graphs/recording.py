@@ -5,7 +5,7 @@ Nothing here waits or asks the device while a graph is captured. Numbers in brac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,13 +145,18 @@ class Recording:
         )
         return encoded
 
+    def bound(self, memo: Memo) -> Bound | None:
+        """The bound of a tensor that is coded together with another one."""
+        assert self._tables is not None, "a graph has tables"
+        return self._tables.bound(memo)
+
     def is_wasteful(self) -> bool:
         """Whether payloads have much more room than those of another graph would have."""
         sized = self._sized()
         wanted = sum(gauge.words_for(room.make(memo.rate)) for gauge, room, memo in sized)
         return wanted < _WASTEFUL * sum(gauge.words for gauge, _, _ in sized)
 
-    def renew(self, memos: Iterable[Memo]) -> bool:
+    def renew(self, memos: Sequence[Memo]) -> bool:
         """Go on with what sites have learnt since the capture; False where that takes another graph.
 
         ``memos`` are all of the session. No replay is under way.

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from lowtide.errors import GraphError, LowtideWarning
 from lowtide.graphs.beside import Ask
+from lowtide.graphs.draws import Repeats
 from lowtide.graphs.machine import Cuda, Graph, Machine
 from lowtide.graphs.recording import Overflow, Recording
 from lowtide.graphs.rooms import MOST, Rooms
@@ -25,6 +26,7 @@ from lowtide.graphs.state import Addresses, Buffers, Gradients
 from lowtide.graphs.tables import Tables
 from lowtide.kernels._workspaces import Cell
 from lowtide.ledger import Ledger
+from lowtide.recompute import Regions
 from lowtide.sites import Sites
 
 _HOPELESS = 3
@@ -67,10 +69,12 @@ class GraphStep:
         is_measured: Callable[[], bool],
         moves: Callable[[], int],
         beside: bool = False,
+        regions: Regions | None = None,
     ) -> None:
         """``is_measured``: whether statistics are wanted of this step. ``moves``: how often bounds have moved.
 
-        ``beside``: whether encoders and decoders have a stream of their own within the graph.
+        ``beside``: whether encoders and decoders have a stream of their own within the graph. ``regions``: modules that
+        are run again in backward.
         """
         if not 0 <= slack <= MOST:
             raise GraphError(f"slack is a share of a payload, from 0 to {MOST:g}; got {slack!r}")
@@ -83,6 +87,8 @@ class GraphStep:
         self._aside = machine.aside() if beside else None
         self._order: list[Ask] = []  # of what backward asks for, from the last rehearsal
         self._gradients, self._buffers, self._addresses = Gradients(parameters), Buffers(model), Addresses(model)
+        self._repeats = Repeats(machine.generator, regions)
+        self._strays = 0  # replays in a row that have not drawn as their rehearsal
         self._graph: Graph | None = None
         self._before: Graph | None = None  # one that is not replayed any more, for its pool
         self._recording: Recording | None = None
@@ -186,6 +192,7 @@ class GraphStep:
                 self._cell.advance()
                 recording = Recording(self._cell, self._rooms, is_capturing=False)
                 around.enter_context(self._recorder.recorded(recording))
+                around.enter_context(self._repeats.rehearsed())
             sites.due = _DUE.get(mode)
             try:
                 output = _detached(self._call(leaves, tree))
@@ -216,13 +223,15 @@ class GraphStep:
         def body() -> Any:
             self._cell.advance()
             self._buffers.save()
-            output = _detached(self._call(self._inputs, tree))
+            with self._repeats.captured():
+                output = _detached(self._call(self._inputs, tree))
             recording.finish()
             return output
 
         try:
             with self._recorder.recorded(recording), self._gradients.captured(), self._buffers.captured():
-                self._graph, self._output = self._machine.capture(body, self._before)
+                generators = self._repeats.prepare()
+                self._graph, self._output = self._machine.capture(body, self._before, generators)
         except BaseException:
             if self._aside is not None:
                 self._aside.forget()
@@ -253,12 +262,17 @@ class GraphStep:
         random = self._machine.random()
         self._recording.begin_replay()
         self._gradients.begin_replay()
+        self._repeats.begin_replay()
         self._graph.replay()
+        is_drawn_as_rehearsed = self._repeats.end_replay()
         overflows = self._recording.look()
         if overflows:
             return self._repeat(leaves, tree, overflows, random)
+        if not is_drawn_as_rehearsed:
+            return self._draw_again(leaves, tree, random)
         self._gradients.end_replay()
         self._misfits.clear()
+        self._strays = 0
         self.replays += 1
         self._recorder.ledger.is_replayed = True
         output = _copied(self._output)
@@ -271,11 +285,7 @@ class GraphStep:
     def _repeat(self, leaves: list[Any], tree: Any, overflows: list[Overflow], random: int) -> Any:
         """What backward reads of a payload that did not fit is NaN: take the step back, and do it eagerly."""
         self.overflows.append((self.calls, overflows))
-        self._gradients.undo()
-        self._buffers.undo()
-        self._machine.set_random(random)
-        self._retire()
-        self._schedule.overflowed()
+        self._take_back(random)
         self._misfits.update(item.site for item in overflows if not item.room)
         for site, times in self._misfits.items():
             if times >= _HOPELESS:
@@ -284,6 +294,26 @@ class GraphStep:
                     "keep it by a rule, or do without the graph"
                 )
         return self._run(leaves, tree, Mode.EAGER)
+
+    def _draw_again(self, leaves: list[Any], tree: Any, random: int) -> Any:
+        """Modules that are run again have drawn, where nobody has provided for it: do the step eagerly."""
+        self._take_back(random)
+        self._strays += 1
+        if self._strays >= _HOPELESS:
+            raise GraphError(
+                f"{self._strays} times in a row the step has drawn other random numbers when it was captured than in "
+                "the step before. A graph needs to know which modules draw that are run again in backward: leave out "
+                "of recompute those that draw now and then, or do without the graph"
+            )
+        return self._run(leaves, tree, Mode.EAGER)
+
+    def _take_back(self, random: int) -> None:
+        """All that the replay has changed is as it was before, and its graph is replayed no more."""
+        self._gradients.undo()
+        self._buffers.undo()
+        self._machine.set_random(random)
+        self._retire()
+        self._schedule.overflowed()
 
     def _retire(self) -> None:
         """Replay the graph no more. Its pool is for the next one, if there is room for it until then."""

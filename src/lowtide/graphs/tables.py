@@ -8,13 +8,14 @@ in flight between two replays, so whatever runs next on the stream sees the new 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from lowtide.codecs.sz import Plan
+from lowtide.records import Bound
 from lowtide.sites import Memo
 
 _MOST_BITS = 1.1  # times those of the model that the graph was captured with: warps stage a quarter more than expected
@@ -23,9 +24,12 @@ _MOST_BITS = 1.1  # times those of the model that the graph was captured with: w
 class Tables:
     """Made before a graph is captured, of all that sites have learnt so far."""
 
-    def __init__(self, memos: Iterable[Memo]) -> None:
+    def __init__(self, memos: Sequence[Memo]) -> None:
         self._plans = {id(memo): (memo, _copy(memo.plan)) for memo in memos if memo.is_complete}
         self._used: dict[int, tuple[Memo, Plan]] = {}
+        bounds = [memo for memo in memos if memo.plan is None and memo.saves]  # of tensors that are coded with others
+        self._bounds = {id(memo): (memo, Bound(memo.bound.value.clone(), memo.bound.axes)) for memo in bounds}
+        self._bounded: dict[int, tuple[Memo, Bound]] = {}  # those that are used
 
     def plan(self, memo: Memo, plan: Plan) -> Plan:
         """``plan``, which is that of the memo or one for the rows at hand, with the graph's own tables."""
@@ -33,12 +37,25 @@ class Tables:
         own = self._used[key] = self._plans[key]
         return own[1] if plan is memo.plan else own[1].on(plan.grid)
 
-    def renew(self, memos: Iterable[Memo]) -> bool:
+    def bound(self, memo: Memo) -> Bound | None:
+        """The memo's bound, in the graph's own memory; None if it was not known when that was made."""
+        own = self._bounds.get(id(memo))
+        if own is None:
+            return None
+        self._bounded[id(memo)] = own
+        return own[1]
+
+    def renew(self, memos: Sequence[Memo]) -> bool:
         """Write what sites know now; False, and nothing is written, where the graph has no place for it."""
         known = {id(memo) for memo in memos if memo.is_complete}
         if not self._used.keys() <= known <= self._plans.keys():  # forgotten, or not known when it was captured
             return False
         if not all(_is_alike(own, memo.plan) for memo, own in self._used.values()):
+            return False
+        known = {id(memo) for memo in memos}
+        if any(
+            key not in known or memo.bound.value.shape != own.value.shape for key, (memo, own) in self._bounded.items()
+        ):
             return False
         alike: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
         for memo, own in self._used.values():
@@ -46,6 +63,8 @@ class Tables:
                 targets, sources = alike.setdefault((target.device, target.dtype), ([], []))
                 targets.append(target)
                 sources.append(source)
+        for memo, bound in self._bounded.values():
+            bound.value.copy_(memo.bound.value)
         for targets, sources in alike.values():  # one launch takes tables of one dtype
             torch._foreach_copy_(targets, sources)
         return True

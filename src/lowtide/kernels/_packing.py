@@ -47,7 +47,7 @@ class Geometry:
         count = end = reach = run[0] * itemsize // _UNIT  # units so far, where they end, and the memory they lie in
         for size, step in outer:
             pitch = step * itemsize // _UNIT
-            gaps += [*_inverse(count), (pitch - end) % (1 << 32)]
+            gaps += [*inverse(count), (pitch - end) % (1 << 32)]
             count, end, reach = count * size, pitch * size, reach + pitch * (size - 1)
         if max(count, reach) >= _END:
             return None
@@ -93,7 +93,7 @@ def _collapsed(shape: tuple[int, ...], stride: tuple[int, ...], order: tuple[int
     return axes
 
 
-def _inverse(divisor: int) -> tuple[int, int]:
+def inverse(divisor: int) -> tuple[int, int]:
     """(m, s) with i * m >> s == i // divisor for every i below 2 ** 31; m is below 2 ** 32.
 
     m * divisor exceeds 2 ** s by less than divisor <= 2 ** (s - 31), so i * m / 2 ** s exceeds i / divisor by less

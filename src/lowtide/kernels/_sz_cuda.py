@@ -33,7 +33,8 @@ from lowtide.kernels._workspaces import EAGER, Replay
 from lowtide.kernels._workspaces import SLOTS as _SLOTS
 from lowtide.records import Bound, Encoded, Need, TensorSpec
 
-_ARGS = struct.Struct("<12Q2Q4I2I4if5Ii6I4xQQ")
+# What kernels are given (Args in sz_args.cuh), in two parts: the second is the same for all tensors of a place, as a rule.
+_FIRST, _SECOND = struct.Struct("<12Q2Q4I2I4i"), struct.Struct("<f5Ii6I4xQQ")
 _NO_DIGITS = (0.0, 0, 0, 0, 0, 0, 0)
 _SLACK = 1 / 48  # of room beyond the last payload of the same place
 _SMALL = 1 << 15  # values; below, the heads of rans outweigh its gain
@@ -91,8 +92,11 @@ class SzCuda(SzTwin):
         capacity: int | None = None,
         replay: Replay | None = None,
     ) -> Encoded:
-        plan = plan if plan is not None else self.plan(x, bound)
-        ready = self._ready(x, plan)
+        if plan is None:
+            plan = self.plan(x, bound)
+        ready = plan.ready
+        if ready is None or not ready.suits(x, self.codec):
+            ready = self._make_ready(x, plan)
         if ready is None:
             encoded = self.codec.encode(x, seed=seed, plan=plan)
             if ticket is not None:
@@ -107,14 +111,13 @@ class SzCuda(SzTwin):
 
     def reaches(self, x: Tensor, plan: Plan) -> bool:
         """Whether ``x`` is coded by the kernels, with no look from the host."""
-        return self._ready(x, plan) is not None
-
-    def _ready(self, x: Tensor, plan: Plan) -> _Ready | None:
         ready: _Ready | None = plan.ready
-        if ready is None or not ready.suits(x, self.codec):
-            ready = _Ready.of(self.codec, layout.spec_of(x), plan)
-            if ready is not None:
-                object.__setattr__(plan, "ready", ready)
+        return (ready is not None and ready.suits(x, self.codec)) or self._make_ready(x, plan) is not None
+
+    def _make_ready(self, x: Tensor, plan: Plan) -> _Ready | None:
+        ready = _Ready.of(self.codec, layout.spec_of(x), plan)
+        if ready is not None:
+            object.__setattr__(plan, "ready", ready)
         return ready
 
     def _guess(self, plan: Plan, job: Encoding) -> int:
@@ -153,27 +156,26 @@ class SzCuda(SzTwin):
     ) -> Encoded:
         job, index = ready.encoding, ready.index
         words = job.words_from + capacity
-        buffer = torch.empty(words, dtype=torch.int32, device=x.device)
+        buffer = torch.empty(words, dtype=torch.int32, device=ready.spec.device)
         heads_at = buffer.data_ptr()
         headers_at, words_at = heads_at + 4 * job.headers_from, heads_at + 4 * job.words_from
         stream = current_stream(index)
         low, high = _keys(seed)
         looking_back = job.blocks if job.headers else 0  # blocks: their chunks lie in order, those of rans need not
         work, spill, epoch = (replay if replay is not None else EAGER).next(x.device, stream, looking_back)
-        function, number_at = ready.function, 0
-        if replay is not None:
-            function = _function(job.kernel, index, *job.template, values=job.values, replayed=True)
-            number_at = replay.number_at
         inverse_at, promised_at, step_at, centre_at, freqs_at = ready.tables
-        arguments = _ARGS.pack(
+        arguments = _FIRST.pack(
             x.data_ptr(), inverse_at, promised_at, step_at, centre_at, freqs_at, words_at, heads_at, headers_at, work,
             ticket.data_ptr(), spill, job.numel, capacity, job.chunks, low, high, epoch, *job.sizes, _SLOTS,
-            *job.digits, *job.where.numbers, number_at, 0,
         )  # fmt: skip
-        aside = replay.aside if replay is not None else None
-        if aside is not None:
-            stream = aside.begin()
-        function.launch(job.blocks, WARPS * 32, job.shared, arguments, stream)
+        function, second, aside = ready.function, ready.second, None
+        if replay is not None:
+            function = _function(job.kernel, index, *job.template, values=job.values, replayed=True)
+            second = _SECOND.pack(*job.digits, *job.where.numbers, replay.number_at, 0)
+            aside = replay.aside
+            if aside is not None:
+                stream = aside.begin()
+        function.launch(job.blocks, WARPS * 32, job.shared, arguments + second, stream)
         if aside is not None:
             aside.hold(x, buffer, *ready.lent)
         encoded = Encoded(
@@ -195,7 +197,7 @@ class SzCuda(SzTwin):
         hint = self._find(encoded)
         if hint is None or hint.job.headers or not encoded.meta["zero_code"]:
             return None
-        values, mask = (_room_for(encoded.spec) for _ in range(2))
+        values, mask = _room_for(encoded.spec), _room_for(encoded.spec)
         self._restore(encoded, hint, BOTH, values, mask, aside=aside)
         return values, mask
 
@@ -219,9 +221,10 @@ class SzCuda(SzTwin):
         self, encoded: Encoded, hint: _Hint, give: str, x: Tensor, mask: Tensor | None = None, *, aside: Aside | None
     ) -> None:
         job, index, replay = hint.job, x.device.index or 0, hint.replay
-        arguments = _ARGS.pack(
+        arguments = _FIRST.pack(
             x.data_ptr(), 0, 0, hint.step_at, hint.centre_at, hint.freqs_at, hint.words_at, hint.heads_at,
             hint.headers_at, 0, 0, 0, job.numel, hint.words, job.chunks, hint.low, hint.high, 0, *job.sizes, 0,
+        ) + _SECOND.pack(
             *_NO_DIGITS, *job.where.numbers, replay.number_at if replay is not None else 0,
             mask.data_ptr() if mask is not None else 0,
         )  # fmt: skip
@@ -242,12 +245,15 @@ def _room_for(spec: TensorSpec) -> Tensor:
 class _Ready:
     """A plan made ready for tensors of one geometry: jobs, a kernel, the addresses of its tables."""
 
-    __slots__ = ("codec", "decoding", "encoding", "function", "index", "lent", "nbytes", "parts", "spec", "tables")
+    __slots__ = (
+        *("codec", "decoding", "encoding", "function", "index", "lent", "nbytes", "parts", "second", "spec", "tables"),
+    )
 
     def __init__(self, codec: Sz, spec: TensorSpec, plan: Plan, encoding: Encoding, decoding: Decoding) -> None:
         self.codec, self.spec, self.encoding, self.decoding = codec, spec, encoding, decoding
         self.index = spec.device.index or 0
         self.function = _function(encoding.kernel, self.index, *encoding.template, values=encoding.values)
+        self.second = _SECOND.pack(*encoding.digits, *encoding.where.numbers, 0, 0)
         self._lay_out(plan.grid, plan.model.freqs if plan.model is not None else None)
 
     def on(self, grid: Grid) -> _Ready:

@@ -16,7 +16,7 @@ __all__ = ["Offload"]
 class Offload:
     """Losses, gradients and updated weights are bit-equal to plain training; the options are those of the store."""
 
-    staging: int | str = "512MiB"
+    staging: int | str = "1GiB"
     least: int | str = "64KiB"
     keep: int | str | None = None
 

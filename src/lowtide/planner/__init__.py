@@ -4,6 +4,17 @@ from __future__ import annotations
 
 from lowtide.planner.knapsack import Choice
 from lowtide.planner.plan import Plan, Planner, plan_blocks
-from lowtide.planner.trial import BOTH, COMPRESS, KEEP, OFFLOAD, RECOMPUTE
+from lowtide.planner.trial import BOTH, COMPRESS, KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_EXACT
 
-__all__ = ["BOTH", "COMPRESS", "KEEP", "OFFLOAD", "RECOMPUTE", "Choice", "Plan", "Planner", "plan_blocks"]
+__all__ = [
+    "BOTH",
+    "COMPRESS",
+    "KEEP",
+    "OFFLOAD",
+    "RECOMPUTE",
+    "RECOMPUTE_EXACT",
+    "Choice",
+    "Plan",
+    "Planner",
+    "plan_blocks",
+]

@@ -1,9 +1,10 @@
 """For each block of a model: keep what it saves, compress it, send it to the host, or run the block again.
 
-Costs are measured, not modelled. The step is timed plainly, with all blocks compressed and with all of them run again.
-What compression costs in all is shared out among the blocks by the bytes that they save, what recomputation costs by
-the time that they take in forward. What goes to the host takes its time on the link, whose speed is measured; as long
-as that is no more than forward takes, it costs nothing.
+Costs are measured, not modelled. The step is timed plainly, with all blocks compressed, and with all of them run again,
+from inputs that are compressed and from inputs that are kept. What compression costs in all is shared out among the
+blocks by the bytes that they save, what running again costs by the time that they take in forward, and what it costs
+to compress inputs by the bytes of those. What goes to the host takes its time on the link, whose speed is measured; as
+long as that is no more than forward takes, it costs nothing.
 
 What each block holds in each way is read from the ledger. A tensor between two blocks is held once, as it is if either
 of them keeps it, so steps are run with mixtures, too, in which kept blocks alternate with others: what a block holds is
@@ -14,7 +15,8 @@ block, and the next mixture is planned with those.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -23,7 +25,19 @@ from torch import nn
 from lowtide import sizes
 from lowtide.errors import SizeError
 from lowtide.planner.knapsack import Choice, Pair, Ways, cost_of, held_by, held_by_block, lightest, refusal, solve
-from lowtide.planner.trial import BOTH, COMPRESS, KEEP, OFFLOAD, RECOMPUTE, Measured, Trial, device_of, link_ms
+from lowtide.planner.trial import (
+    AGAIN,
+    BOTH,
+    COMPRESS,
+    KEEP,
+    OFFLOAD,
+    RECOMPUTE,
+    RECOMPUTE_EXACT,
+    Measured,
+    Trial,
+    device_of,
+    link_ms,
+)
 from lowtide.recompute import choose
 from lowtide.reports.text import size, table
 from lowtide.snapshot import Snapshot
@@ -31,9 +45,12 @@ from lowtide.snapshot import Snapshot
 _METHOD = "fixed"  # its bytes stay what they were when a plan was made; bounds that set themselves move on
 _ROUNDS = 6  # of planning and measuring: what blocks hold together is not quite what pairs of them have shown
 _CLOSE = 0.02  # of the budget: a mixture that leaves no more of it unused is not planned again
-_MARGIN = 0.005  # of the budget, left free by mixtures that are planned after one that has held too much
+_MET = 0.05  # of the budget: as long as more than that is left unused, mixtures that were not run yet are looked for
+_MARGIN = 0.005  # of the budget, left free after a mixture that has held too much; twice that after another, and so on
 _MOST_OFF = 2.0  # times what was foreseen: payloads that were not seen are not expected to be off by more
-_ALIKE = 1.1  # times the fastest step: steps this close to it are told apart by what they hold, for times are noisy
+# Times the fastest step: plans whose steps are this close to it are told apart by what they hold, for times are noisy.
+# (The steps of one plan have taken 67 ms, then 83 ms, on an H200.)
+_ALIKE = 1.25
 _STAGING = 1 << 27
 _SPARE = 0.1  # of a plain step: what a budget that is not used at all would cost, for what is kept is exact and free
 _CODED = (COMPRESS, RECOMPUTE)  # choices whose bytes on the device are payloads, which vary
@@ -130,44 +147,47 @@ class Planner:
             )
         trial = Trial(run_step, model, Snapshot(state), method, steps, _STAGING)
         plain_ms, overlap_ms, forward_ms = trial.time_plainly(choose(model, modules))
-        mixtures = [dict.fromkeys(forward_ms, choice) for choice in (COMPRESS, RECOMPUTE)]
+        mixtures = [dict.fromkeys(forward_ms, choice) for choice in (COMPRESS, RECOMPUTE, RECOMPUTE_EXACT)]
         if len(forward_ms) > 1:
             for other in (COMPRESS, RECOMPUTE):
                 mixtures += [_alternate(forward_ms, KEEP, other), _alternate(forward_ms, other, KEEP)]
         seen = [(choices, trial.measure(choices)) for choices in mixtures]
-        compressed, again = (measured for _, measured in seen[:2])
-        ways = _ways(compressed, again, plain_ms, forward_ms, link_ms(device_of(model)))
+        compressed, again, exact = (measured for _, measured in seen[:3])
+        ways = _ways(compressed, again, exact, plain_ms, forward_ms, link_ms(device_of(model)))
         planner = cls(trial, ways, {block: {} for block in ways}, compressed.outside, overlap_ms, plain_ms, seen)
-        for choices, measured in seen:
-            planner._learn_held(choices, measured)
-        for pairs in planner.beside.values():  # behind what no longer lies on the device, as behind what is compressed
+        planner._learn_held(seen)
+        for block, pairs in planner.beside.items():
+            # Behind what no longer lies on the device, as behind what is compressed.
             pairs |= {(away, KEEP): pairs.get((COMPRESS, KEEP), 0) for away in (OFFLOAD, BOTH)}
+            # What of a block's input a kept neighbour holds is the same share of it, however the block holds the rest.
+            coded, whole = (ways[block][name].held for name in AGAIN)
+            pairs[KEEP, RECOMPUTE_EXACT] = pairs.get((KEEP, RECOMPUTE), 0) * whole // max(coded, 1)
         return planner
 
     def plan(self, budget: int | str) -> Plan:
         """The fastest mixture within a budget; what is learned on the way to it serves no other one.
 
-        It ends with a mixture that uses the budget, or with one that was run before: nothing better is known then.
+        It ends with a mixture that uses the budget, or when nothing better is known than what was run.
         """
-        limit = target = sizes.parse(budget, what="budget")
-        known, rounds, made = self, list[_Round](), list[Plan]()
+        limit = sizes.parse(budget, what="budget")
+        known, rounds, made, margin = self, list[_Round](), list[Plan](), 0.0
         while len(rounds) < _ROUNDS:
-            choices, foreseen = known._choose(target)
-            if any(plan.choices == choices for plan in made):
+            found = known._choose_anew(int((1 - margin) * limit), limit, made)
+            if found is None:
                 break
+            choices, foreseen = found
             measured = self.trial.measure(choices)
             made.append(self._plan(choices, measured, limit, foreseen))
             if (1 - _CLOSE) * limit <= measured.held <= limit:
                 break
             rounds.append(_Round(choices, measured))
-            if measured.held > limit:
-                target = int((1 - _MARGIN) * limit)
+            margin = min(max(2 * margin, _MARGIN), _MET) if measured.held > limit else margin / 2
             known = self._corrected(rounds, known.overlap_ms)
         surveyed = [self._plan(choices, measured, limit, measured.held) for choices, measured in self.seen]
-        found = _fastest(made) or _fastest(surveyed)
-        if found is None:
+        plan = _fastest(made) or _fastest(surveyed)
+        if plan is None:
             raise refusal(limit, least=min(plan.held for plan in made + surveyed), outside=self.outside)
-        return found
+        return plan
 
     def _corrected(self, rounds: list[_Round], overlap_ms: float) -> Planner:
         """The same with what mixtures have really held: block by block where they have shown it, and elsewhere off by
@@ -184,9 +204,8 @@ class Planner:
             for block, pairs in self.beside.items()
         }
         known = replace(self, ways=ways, beside=beside, overlap_ms=overlap_ms)
-        for choices, measured in rounds:
-            known._learn_held(choices, measured)
-        known._learn_rest(*rounds[-1])
+        known._learn_held(rounds)
+        known._learn_rest(rounds)
         return known
 
     def _share_held(self, rounds: list[_Round]) -> float:
@@ -205,6 +224,20 @@ class Planner:
             ways[block][name] = replace(ways[block][name], held=measured.by_block[block])
         options = self.trial.options(choices)
         return Plan(choices, ways, options, limit, foreseen, measured.held, measured.step_ms, self.plain_ms)
+
+    def _choose_anew(self, target: int, limit: int, made: list[Plan]) -> tuple[dict[str, str], int] | None:
+        """The cheapest mixture; None if it is one of those that were run, for then nothing better is known. As long as
+        none of those has met the budget they are passed over for smaller ones, because payloads vary: what has held too
+        much may seem to fit by what was seen since."""
+        least = (1 - _MET) * limit
+        is_met = any(least <= plan.held <= limit for plan in made)
+        while True:
+            choices, foreseen = self._choose(target)
+            if all(plan.choices != choices for plan in made):
+                return choices, foreseen
+            if is_met or not least <= foreseen <= target:
+                return None
+            target = foreseen - 1
 
     def _choose(self, target: int) -> tuple[dict[str, str], int]:
         """The cheapest mixture, or the one that holds the least if none is small enough, and the bytes it should hold.
@@ -228,25 +261,39 @@ class Planner:
         _, choices, held = min(found or least, key=lambda item: item[0])
         return choices, held + self.outside
 
-    def _learn_rest(self, choices: dict[str, str], measured: Measured) -> None:
-        """What no block holds lies outside of them; what the step took beyond the costs was the link."""
-        uses_host = bool({OFFLOAD, BOTH} & set(choices.values()))
-        staging = self.trial.staging if uses_host else 0
-        self.outside = measured.held - staging - held_by(self.ways, choices, self.beside)
+    def _learn_rest(self, rounds: list[_Round]) -> None:
+        """What no block holds lies outside of them; what the last step took beyond the costs was the link."""
+        rest = [
+            measured.held - sum(measured.by_block.values()) - self.trial.staging * _uses_host(choices)
+            for choices, measured in rounds
+        ]
+        self.outside = sum(rest) // len(rest)
+        choices, measured = rounds[-1]
         more = measured.step_ms - self.plain_ms - cost_of(self.ways, choices, overlap_ms=self.overlap_ms)
-        if uses_host:
+        if _uses_host(choices):
             self.overlap_ms = max(self.overlap_ms - max(more, 0.0), 0.0)
 
-    def _learn_held(self, choices: Mapping[str, str], measured: Measured) -> None:
-        """What blocks hold in this mixture is what they hold behind such neighbours."""
-        before = ""
-        for block, name in choices.items():
-            way, held = self.ways[block][name], measured.by_block[block]
+    def _learn_held(self, rounds: Sequence[tuple[Mapping[str, str], Measured]]) -> None:
+        """What blocks have held in these mixtures, on average, is what they hold behind such neighbours. Payloads vary:
+        who believes the last mixture alone plans too much and too little in turns."""
+        seen = defaultdict[tuple[str, str, str], list[int]](list)
+        for choices, measured in rounds:
+            before = ""
+            for block, name in choices.items():
+                # What runs again leaves the same to the next block, whatever it runs from.
+                for alike in AGAIN if before in AGAIN else (before,):
+                    seen[block, alike, name].append(measured.by_block[block])
+                before = name
+        for (block, before, name), nbytes in seen.items():
+            way, held = self.ways[block][name], sum(nbytes) // len(nbytes)
             if before:
                 self.beside[block][before, name] = held - way.held
             else:
                 self.ways[block][name] = replace(way, held=held)
-            before = name
+
+
+def _uses_host(choices: Mapping[str, str]) -> bool:
+    return bool({OFFLOAD, BOTH} & set(choices.values()))
 
 
 def _fastest(plans: list[Plan]) -> Plan | None:
@@ -263,25 +310,31 @@ def _alternate(blocks: Iterable[str], first: str, second: str) -> dict[str, str]
 def _ways(
     compressed: Measured,
     again: Measured,
+    exact: Measured,  # run again as well, from inputs as they were
     plain_ms: float,
     forward_ms: Mapping[str, float],
     link_ms: float | None,  # for a byte
 ) -> dict[str, dict[str, Choice]]:
     """What each choice costs for each block. A tensor that two blocks save is counted where it was saved first if it is
     kept, or run again, and where its values are read if it is compressed: hence the bytes of ``again`` for KEEP."""
-    raw, all_raw = compressed.raw, max(sum(compressed.raw[block] for block in forward_ms), 1)
+    coding, coding_inputs = (max(measured.step_ms - plain_ms, 0.0) for measured in (compressed, again))
+    running = min(max(exact.step_ms - plain_ms, 0.0), coding_inputs)  # it is the same, less the coding
+    coding_inputs -= running
+    raw, whole = compressed.raw, exact.by_block
+    all_raw, all_whole = (max(sum(nbytes[block] for block in forward_ms), 1) for nbytes in (raw, whole))
     all_forward = max(sum(forward_ms.values()), 1e-9)
-    coding, running = (max(measured.step_ms - plain_ms, 0.0) for measured in (compressed, again))
     ways: dict[str, dict[str, Choice]] = {}
     for block in forward_ms:
         held, kept, coding_ms = compressed.by_block[block], compressed.kept[block], coding * raw[block] / all_raw
+        running_ms = running * forward_ms[block] / all_forward
         ways[block] = {
             KEEP: Choice(again.raw[block], 0.0),
             COMPRESS: Choice(held, coding_ms),
-            RECOMPUTE: Choice(again.by_block[block], running * forward_ms[block] / all_forward),
+            RECOMPUTE: Choice(again.by_block[block], running_ms + coding_inputs * whole[block] / all_whole),
+            RECOMPUTE_EXACT: Choice(whole[block], running_ms),
         }
         if link_ms is not None:
-            whole, coded = link_ms * (raw[block] - kept), link_ms * (held - kept)
-            ways[block][OFFLOAD] = Choice(kept, _WEAR * whole, whole)
+            across, coded = link_ms * (raw[block] - kept), link_ms * (held - kept)
+            ways[block][OFFLOAD] = Choice(kept, _WEAR * across, across)
             ways[block][BOTH] = Choice(kept, coding_ms + _WEAR * coded, coded)
     return ways

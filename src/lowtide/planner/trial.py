@@ -15,11 +15,14 @@ from torch import nn
 from lowtide.errors import LowtideWarning
 from lowtide.planner.clock import Clock
 from lowtide.policies.rules import Rule
+from lowtide.recompute import OP
 from lowtide.session import Session, attach
 from lowtide.snapshot import Snapshot
 from lowtide.stores.host import Host, link_to
 
-KEEP, COMPRESS, OFFLOAD, BOTH, RECOMPUTE = "keep", "compress", "offload", "compress, offload", "recompute"
+KEEP, COMPRESS, OFFLOAD, BOTH = "keep", "compress", "offload", "compress, offload"
+RECOMPUTE, RECOMPUTE_EXACT = "recompute", "recompute, exact"  # from inputs as the method holds them, or as they are
+AGAIN = (RECOMPUTE, RECOMPUTE_EXACT)
 _LINK_NBYTES = 1 << 28
 # Steps before anything is counted: coders learn their tables at a site's first saves, and the first steps of training
 # change activations fast. Then as many more as it takes until a few in a row hold the same, or else the most.
@@ -40,6 +43,7 @@ class Measured:
     kept: Mapping[str, int]
     outside: int
     paths: frozenset[str]  # where something was saved
+    boundaries: frozenset[str] = frozenset()  # blocks that run again, from an input that rules can be made for
 
 
 class Held(NamedTuple):
@@ -64,6 +68,7 @@ class Trial:
     steps: int
     staging: int
     paths: frozenset[str] = frozenset()  # where something is saved, from the first way that is measured: compressed
+    boundaries: frozenset[str] = frozenset()  # from the first in which blocks run again: all of them
 
     def options(self, choices: Mapping[str, str]) -> dict[str, Any]:
         """How ``attach`` is called for a mixture."""
@@ -83,7 +88,12 @@ class Trial:
             for pattern in (block, f"{block}.*")
             if fnmatch.filter(self.paths, pattern)
         ]
-        again = [block for block, choice in choices.items() if choice == RECOMPUTE]
+        rules += [
+            Rule(path=block, op=OP, keep=True)
+            for block, choice in choices.items()
+            if choice == RECOMPUTE_EXACT and block in self.boundaries
+        ]
+        again = [block for block, choice in choices.items() if choice in AGAIN]
         return {"method": self.method, "rules": rules, **({"recompute": again} if again else {})}
 
     def time_plainly(self, blocks: Mapping[str, nn.Module]) -> tuple[float, float, dict[str, float]]:
@@ -119,6 +129,7 @@ class Trial:
             session.detach()
             self.before.restore()
         self.paths = self.paths or measured.paths
+        self.boundaries = self.boundaries or measured.boundaries
         return measured
 
     def _time(self, session: Session | None = None) -> float:
@@ -168,17 +179,20 @@ def _read(session: Session, choices: Mapping[str, str], held: Held) -> Measured:
     """Bytes by block, from the ledger's last step. Its sites know payloads as they were made, with room to spare or too
     little of it, so what was coded is scaled to what is really held in all."""
     raw, coded, kept = (dict.fromkeys([*choices, ""], 0) for _ in range(3))
-    paths = set()
+    paths, boundaries = set(), set()
     for entry in session.ledger.sites.values():
-        path = entry.name.partition(":")[0].partition(" ")[0]  # "layer1.0:add.self", "layer1.0 (smaller than ...)"
+        path, _, save = entry.name.partition(":")
+        path = path.partition(" ")[0]  # "layer1.0:add.self", "layer1.0 (smaller than ...)"
         paths.add(path)
+        if save.startswith(f"{OP}.input"):
+            boundaries.add(path)
         block = next((block for block in choices if path == block or path.startswith(f"{block}.")), "")
         raw[block] += entry.raw_nbytes
         (kept if entry.codec == "kept" else coded)[block] += entry.held_nbytes
     scale = max(held.payloads - sum(kept.values()), 0) / max(sum(coded.values()), 1)
     by_block = {block: kept[block] + int(scale * coded[block]) for block in coded}
     outside = by_block.pop("")
-    return Measured(0.0, held.total, raw, by_block, kept, outside, frozenset(paths))
+    return Measured(0.0, held.total, raw, by_block, kept, outside, frozenset(paths), frozenset(boundaries))
 
 
 def link_ms(device: torch.device) -> float | None:

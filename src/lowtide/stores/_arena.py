@@ -11,7 +11,6 @@ from __future__ import annotations
 import warnings
 from bisect import bisect_left
 from collections import deque
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,26 +21,23 @@ _ALIGNED = 512  # bytes; every dtype may begin there
 _LEAST, _MOST = 1 << 26, 1 << 30  # bytes that are pinned at a time: as much as there is already, between these
 
 
-class Range(NamedTuple):
-    """A stretch of a slab; what is written to it must come after the copies up to ``mark``."""
-
-    start: int
-    stop: int
-    mark: int
+Range = tuple[int, int, int]  # start, stop and mark: what is written there must come after the copies up to the mark
 
 
 class Block:
     """Memory that somebody has. It goes back when this is dropped; ``mark`` is that of the last copy that reads it."""
 
-    __slots__ = ("_arena", "_range", "_slab", "mark", "memory")
+    __slots__ = ("_returned", "_slab", "_start", "_stop", "mark", "memory")
 
-    def __init__(self, arena: Arena, slab: int, found: Range, memory: Tensor) -> None:
-        self._arena, self._slab, self._range = arena, slab, found
-        self.memory, self.mark = memory, found.mark
+    def __init__(
+        self, returned: deque[tuple[int, Range]], slab: int, start: int, stop: int, mark: int, memory: Tensor
+    ) -> None:
+        self._returned, self._slab, self._start, self._stop = returned, slab, start, stop
+        self.mark, self.memory = mark, memory
 
     def __del__(self) -> None:
         # It may be dropped in the middle of ``take``, by the garbage collector: so it only leaves word.
-        self._arena.returned.append((self._slab, self._range._replace(mark=self.mark)))
+        self._returned.append((self._slab, (self._start, self._stop, self.mark)))
 
 
 class Arena:
@@ -50,49 +46,55 @@ class Arena:
     def __init__(self) -> None:
         self.returned: deque[tuple[int, Range]] = deque()
         self._slabs: list[Tensor] = []
+        self._rows: list[dict[torch.dtype, Tensor]] = []  # each slab as a row of numbers of a dtype
         self._free: list[list[Range]] = []  # of each slab, ascending, no two adjacent
 
     @property
     def nbytes(self) -> int:
         return sum(slab.numel() for slab in self._slabs)
 
-    def take(self, nbytes: int) -> Block:
-        """``nbytes`` of memory, as a row of bytes."""
-        while self.returned:
-            self._merge(*self.returned.popleft())
-        size = max(-(-nbytes // _ALIGNED), 1) * _ALIGNED
-        for number, free in enumerate(self._free):
-            for place, found in enumerate(free):
-                if found.stop - found.start >= size:
-                    return self._cut(number, place, size, nbytes)
+    def take(self, nbytes: int, dtype: torch.dtype = torch.uint8) -> Block:
+        """``nbytes`` of memory, as a row of numbers."""
+        returned = self.returned
+        while returned:
+            self._merge(*returned.popleft())
+        size = -(-nbytes // _ALIGNED) * _ALIGNED or _ALIGNED
+        for slab, free in enumerate(self._free):
+            for place, (start, stop, mark) in enumerate(free):
+                if stop - start > size:
+                    free[place] = (start + size, stop, mark)
+                    return self._block(slab, start, size, mark, nbytes, dtype)
+                if stop - start == size:
+                    del free[place]
+                    return self._block(slab, start, size, mark, nbytes, dtype)
         self._grow(size)
-        return self._cut(len(self._slabs) - 1, 0, size, nbytes)
+        return self.take(nbytes, dtype)
 
-    def _cut(self, number: int, place: int, size: int, nbytes: int) -> Block:
-        free = self._free[number]
-        start, stop, mark = free[place]
-        if stop - start == size:
-            del free[place]
-        else:
-            free[place] = Range(start + size, stop, mark)
-        return Block(self, number, Range(start, start + size, mark), self._slabs[number].narrow(0, start, nbytes))
+    def _block(self, slab: int, start: int, size: int, mark: int, nbytes: int, dtype: torch.dtype) -> Block:
+        row = self._rows[slab].get(dtype)
+        if row is None:
+            row = self._rows[slab][dtype] = self._slabs[slab].view(dtype)
+        width = dtype.itemsize
+        return Block(self.returned, slab, start, start + size, mark, row[start // width : (start + nbytes) // width])
 
-    def _merge(self, number: int, back: Range) -> None:
-        free = self._free[number]
+    def _merge(self, slab: int, back: Range) -> None:
+        free = self._free[slab]
+        start, stop, mark = back
         place = bisect_left(free, back)
-        if place < len(free) and free[place].start == back.stop:
-            after = free.pop(place)
-            back = Range(back.start, after.stop, max(back.mark, after.mark))
-        if place and free[place - 1].stop == back.start:
-            place -= 1
-            before = free.pop(place)
-            back = Range(before.start, back.stop, max(back.mark, before.mark))
-        free.insert(place, back)
+        if place < len(free) and free[place][0] == stop:
+            _, stop, other = free.pop(place)
+            mark = max(mark, other)
+        if place and free[place - 1][1] == start:
+            start, _, other = free[place - 1]
+            free[place - 1] = (start, stop, max(mark, other))
+        else:
+            free.insert(place, (start, stop, mark))
 
     def _grow(self, size: int) -> None:
         slab = _pin(max(size, min(max(self.nbytes, _LEAST), _MOST)), least=size)
         self._slabs.append(slab)
-        self._free.append([Range(0, slab.numel(), 0)])
+        self._rows.append({})
+        self._free.append([(0, slab.numel(), 0)])
 
 
 def _pin(nbytes: int, *, least: int) -> Tensor:

@@ -29,9 +29,10 @@ class InOneBuffer(Protocol):
 
 def large_buffers(encoded: Encoded, least: int) -> Sequence[Tensor]:
     """The storages to move, as rows, whole: as long as one part of a storage is on the device, all of it is."""
-    one = _in_one_buffer(encoded)
-    if one is not None:
-        return (one.buffer,) if one.buffer.nbytes >= least else ()
+    one: Any = encoded.tensors
+    if hasattr(one, "refill"):
+        buffer: Tensor = one.buffer
+        return (buffer,) if buffer.nbytes >= least else ()
     found: dict[int, Tensor] = {}
     for part in encoded.tensors.values():
         storage = part.untyped_storage()
@@ -49,16 +50,11 @@ def _whole(part: Tensor) -> Tensor:
 
 def mould_of(encoded: Encoded, buffers: Sequence[Tensor]) -> Mould:
     """Makes the payload of other buffers with the same contents; keeps none of these."""
-    one = _in_one_buffer(encoded)
-    if one is not None:
+    one: Any = encoded.tensors
+    if hasattr(one, "refill"):
         refill = one.refill(encoded)
         return lambda rows: refill(rows[0])
     return _Views(encoded, buffers)
-
-
-def _in_one_buffer(encoded: Encoded) -> InOneBuffer | None:
-    parts: Any = encoded.tensors
-    return parts if hasattr(parts, "refill") else None
 
 
 class _Views:

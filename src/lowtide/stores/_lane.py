@@ -11,8 +11,6 @@ any time, any number of times, on any thread and stream, or never.
 from __future__ import annotations
 
 import threading
-import weakref
-from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -43,30 +41,24 @@ class OnHost:
 
 
 class Cargo:
-    """What there is of a payload: buffers on the device (``flight``), copies on the host, or both.
+    """What there is of a payload: buffers on the device (``flight``), copies on the host, or both; neither: it is dead.
 
     ``encoded`` is the payload as it lies on the device, None while it is not there or has not been asked for.
     """
 
-    __slots__ = ("__weakref__", "buffers", "copies", "encoded", "flight", "mould", "nbytes", "order")
+    __slots__ = ("buffers", "copies", "encoded", "flight", "mould", "nbytes", "order", "place")
 
-    def __init__(self, order: int, encoded: Encoded, buffers: Sequence[Tensor], flight: Flight) -> None:
-        self.order = order
+    def __init__(self, order: int, place: int, encoded: Encoded, buffers: Sequence[Tensor], flight: Flight) -> None:
+        self.order, self.place = order, place
         self.encoded: Encoded | None = encoded
         self.buffers: Sequence[Tensor] = buffers
-        self.nbytes = sum(buffer.nbytes for buffer in buffers)
         self.flight: Flight | None = flight
         self.copies: Any = None
         self.mould: Mould | None = None
-
-    def leave(self) -> None:
-        """Let go of what is on the device."""
-        if self.mould is None and self.encoded is not None and self.copies is not None:
-            self.mould = mould_of(self.encoded, self.buffers)
-        self.encoded, self.buffers = None, ()
-        flight, self.flight = self.flight, None
-        if flight is not None:
-            flight.end()
+        nbytes = 0
+        for buffer in buffers:
+            nbytes += buffer.nbytes
+        self.nbytes: int = nbytes
 
 
 class Lane:
@@ -81,12 +73,11 @@ class Lane:
         self._used: OrderedDict[int, Cargo] = OrderedDict()
         self._unsent_nbytes = 0
         self._here_nbytes = 0
-        self._orders: list[int] = []  # ascending, and the payloads that have them
-        self._cargoes: list[weakref.ref[Cargo]] = []
+        self._cargoes: list[Cargo] = []  # in the order of putting, each at its place; what is dead goes now and then
         self._limit = 256
         self._count = 0
         self._newest = -1  # when the current pass of backward began
-        self._frontier = 0  # all from here on have been sent for in this pass
+        self._frontier = 0  # all from this place on have been sent for in this pass
         self._has_jumped = False  # the last one asked for was not among them: a skip connection, or another pass
 
     @property
@@ -96,92 +87,121 @@ class Lane:
     def put(self, encoded: Encoded, buffers: Sequence[Tensor]) -> OnHost:
         """Take a payload in, and begin to copy out what has to make room for it."""
         with self._lock:
-            cargo = Cargo(self._count, encoded, buffers, self.link.stay(buffers))
-            item = OnHost(self, cargo, encoded.nbytes - cargo.nbytes)
-            self._remember(cargo)
-            self._unsent[cargo.order] = cargo
-            self._unsent_nbytes += cargo.nbytes
-            self._here_nbytes += cargo.nbytes
-            while self._unsent_nbytes > self._keep and (oldest := list(self._unsent.values())[:1]):
-                if oldest[0].flight is not None:  # garbage that was found meanwhile may have taken it out
-                    self._send(oldest[0])
+            if len(self._cargoes) >= self._limit:
+                self._forget_dead()
+            order = self._count
+            cargo = Cargo(order, len(self._cargoes), encoded, buffers, self.link.stay(buffers))
+            nbytes = cargo.nbytes
+            item = OnHost(self, cargo, encoded.nbytes - nbytes)
+            self._cargoes.append(cargo)
+            self._count = order + 1
+            self._unsent[order] = cargo
+            self._unsent_nbytes += nbytes
+            self._here_nbytes += nbytes
+            while self._unsent_nbytes > self._keep and self._unsent:
+                self._send_oldest()
             while self._here_nbytes > self._bound and len(self._unsent) + len(self._unused) + len(self._used) > 1:
-                guests = list((self._used or self._unused).values())[:1]
+                guests = self._used or self._unused
                 if not guests:
                     break
-                self._evict(guests[0])
+                self._evict(guests.popitem(last=False)[1])
             return item
 
     def fetch(self, cargo: Cargo) -> Encoded:
         """The payload, on the device."""
         with self._lock:
             order, flight = cargo.order, cargo.flight
-            if order > self._newest or (flight is None and (order >= self._frontier or self._has_jumped)):
-                self._begin_pass(order)
+            if order > self._newest or (flight is None and (cargo.place >= self._frontier or self._has_jumped)):
+                self._begin_pass(cargo)
             self._has_jumped = flight is None
             if flight is None:
                 self._make_room(cargo.nbytes, besides=cargo)
                 flight = self._bring(cargo)
             if cargo.copies is not None:
-                self._unused.pop(order, None)
-                self._used[order] = cargo
-                self._used.move_to_end(order)
+                if self._unused.pop(order, None) is not None:
+                    self._used[order] = cargo
+                else:
+                    self._used.move_to_end(order)
             buffers, encoded = flight.use(), cargo.encoded
             if encoded is None:
                 assert cargo.mould is not None, "what has left can be put together"
                 encoded = cargo.encoded = cargo.mould(buffers)
-            self._send_for_next(cargo)
+            if self._frontier:
+                self._send_for_next(cargo)
             return encoded
 
     def drop(self, cargo: Cargo) -> None:
         """The payload is dead: let go of all there is."""
         with self._lock:
-            if cargo.flight is not None:
-                self._evict(cargo)
-            cargo.copies = cargo.mould = None
+            flight, cargo.flight = cargo.flight, None
+            if flight is not None:
+                self._here_nbytes -= cargo.nbytes
+                if cargo.copies is None:
+                    self._unsent_nbytes -= cargo.nbytes
+                    self._unsent.pop(cargo.order, None)
+                elif self._used.pop(cargo.order, None) is None:
+                    self._unused.pop(cargo.order, None)
+                flight.end()
+            cargo.encoded = cargo.copies = cargo.mould = None
+            cargo.buffers = ()
+            if self._cargoes and self._cargoes[-1] is cargo:  # as a rule, in backward
+                self._cargoes.pop()
+                if self._frontier > cargo.place:
+                    self._frontier = cargo.place
 
-    def _send(self, cargo: Cargo) -> None:
+    def _evict(self, cargo: Cargo) -> None:
+        """Let go of what is on the device of a payload with copies, which has just been taken off its list."""
+        flight, cargo.flight = cargo.flight, None
+        if flight is None:  # it has died meanwhile, by garbage collection
+            return
+        self._here_nbytes -= cargo.nbytes
+        if cargo.mould is None and cargo.encoded is not None:
+            cargo.mould = mould_of(cargo.encoded, cargo.buffers)
+        cargo.encoded, cargo.buffers = None, ()
+        flight.end()
+
+    def _send_oldest(self) -> None:
+        order, cargo = self._unsent.popitem(last=False)
         flight, buffers = cargo.flight, cargo.buffers  # held here: the payload may die meanwhile, by garbage collection
-        assert flight is not None, "what has not been sent is here"
-        copies = self.link.send(flight)
+        if flight is None:
+            return
+        try:
+            copies = self.link.send(flight)
+        except BaseException:
+            if cargo.flight is not None:
+                self._unsent[order] = cargo
+                self._unsent.move_to_end(order, last=False)
+            raise
+        del buffers
         if cargo.flight is None:
             flight.end()
             return
         cargo.copies = copies
-        del buffers, self._unsent[cargo.order]
         self._unsent_nbytes -= cargo.nbytes
-        self._unused[cargo.order] = cargo
+        self._unused[order] = cargo
 
-    def _evict(self, cargo: Cargo) -> None:
-        if self._unsent.pop(cargo.order, None) is not None:
-            self._unsent_nbytes -= cargo.nbytes
-        self._unused.pop(cargo.order, None)
-        self._used.pop(cargo.order, None)
-        self._here_nbytes -= cargo.nbytes
-        cargo.leave()
-
-    def _begin_pass(self, order: int) -> None:
-        """Backward starts, or starts again, at ``order``: what lies well above it is not needed soon."""
+    def _begin_pass(self, cargo: Cargo) -> None:
+        """Backward starts, or starts again, at this payload: what lies well above it is not needed soon."""
         self._newest = self._count - 1
-        self._frontier = order + 1
-        for cargo in [*self._unused.values(), *self._used.values()]:
-            if cargo.order > order + _SIBLINGS and cargo.flight is not None:
-                self._evict(cargo)
+        self._frontier = cargo.place + 1
+        for shelf in (self._unused, self._used):
+            for order in [order for order in list(shelf) if order > cargo.order + _SIBLINGS]:
+                above = shelf.pop(order, None)
+                if above is not None:
+                    self._evict(above)
 
     def _send_for_next(self, asked: Cargo) -> None:
         """Bring the payloads below the frontier, in descending order, while there is room."""
-        at = bisect_left(self._orders, self._frontier) - 1
-        while at >= 0:
-            cargo = self._cargoes[at]()
-            if cargo is not None and cargo.flight is None and cargo.copies is not None:
+        while self._frontier:
+            cargo = self._cargoes[self._frontier - 1]
+            if cargo.flight is None and cargo.copies is not None:
                 if not self._make_room(cargo.nbytes, besides=asked):
                     return
                 try:
                     self._bring(cargo)
                 except torch.OutOfMemoryError:
                     return  # it is too early for this one: it will come when it is asked for
-            self._frontier = self._orders[at]
-            at -= 1
+            self._frontier -= 1
 
     def _bring(self, cargo: Cargo) -> Flight:
         flight = self.link.bring(cargo.copies)
@@ -195,19 +215,24 @@ class Lane:
 
     def _make_room(self, nbytes: int, *, besides: Cargo) -> bool:
         """Evict what has been used already, except for ``besides``, until ``nbytes`` more fit; whether they do."""
-        if self._here_nbytes + nbytes > self._bound:
-            for cargo in list(self._used.values()):
-                if cargo is not besides and cargo.flight is not None:
-                    self._evict(cargo)
-                    if self._here_nbytes + nbytes <= self._bound:
-                        break
-        return self._here_nbytes + nbytes <= self._bound
+        while self._here_nbytes + nbytes > self._bound:
+            if not self._used:
+                return False
+            order, cargo = self._used.popitem(last=False)
+            if cargo is besides:  # the one used last: there is no other
+                self._used[order] = cargo
+                return False
+            self._evict(cargo)
+        return True
 
-    def _remember(self, cargo: Cargo) -> None:
-        if len(self._orders) >= self._limit:  # doubled each time, so that a payload costs the same however many
-            alive = [(order, ref) for order, ref in zip(self._orders, self._cargoes, strict=True) if ref() is not None]
-            self._orders, self._cargoes = [order for order, _ in alive], [ref for _, ref in alive]
-            self._limit = 2 * len(alive) + 256
-        self._orders.append(cargo.order)
-        self._cargoes.append(weakref.ref(cargo))
-        self._count += 1
+    def _forget_dead(self) -> None:
+        """Now and then: the limit is doubled each time, so that a payload costs the same however many there are."""
+        below, alive = self._frontier, list[Cargo]()
+        for cargo in self._cargoes:
+            if cargo.flight is not None or cargo.copies is not None:
+                cargo.place = len(alive)
+                alive.append(cargo)
+            else:
+                below -= cargo.place < self._frontier
+        self._cargoes, self._frontier = alive, below
+        self._limit = 2 * len(alive) + 256

@@ -62,9 +62,9 @@ class Way:
 
     def mark(self) -> int:
         """A number for the copies queued so far."""
-        self._last += 1
-        self._events[self._last % _EVENTS].record(self.stream)
-        return self._last
+        mark = self._last = self._last + 1
+        self._events[mark % _EVENTS].record(self.stream)
+        return mark
 
     def has_passed(self, mark: int) -> bool:
         if mark > self._passed and self._events[mark % _EVENTS].query():
@@ -139,32 +139,38 @@ class CudaLink:
     def current(self) -> torch.cuda.Stream:
         """The stream at work: the same object for the same stream."""
         raw = torch._C._cuda_getCurrentRawStream(self._index)
-        stream = self._streams.get(raw)
-        if stream is None:
-            stream = self._streams[raw] = torch.cuda.current_stream(self._index)
-        return stream
+        try:
+            return self._streams[raw]
+        except KeyError:
+            return self._streams.setdefault(raw, torch.cuda.current_stream(self._index))
 
     def stay(self, buffers: Sequence[Tensor]) -> CudaFlight:
         return CudaFlight(self, buffers, self.current())
 
     def send(self, flight: Flight) -> CudaCopies:
         assert isinstance(flight, CudaFlight) and flight.way is None, "what has stayed so far"
-        buffers = flight.buffers
-        blocks = [self.arena.take(buffer.nbytes) for buffer in buffers]
-        rows = [block.memory.view(buffer.dtype) for block, buffer in zip(blocks, buffers, strict=True)]
-        self._follow(self.out, flight.stream)
-        self.back.hold_up(self.out.stream, max(block.mark for block in blocks))
-        flight.mark = self._copy(self.out, buffers, rows)
-        flight.way = self.out
-        return CudaCopies(blocks, rows, flight.mark)
+        buffers = flight.buffers  # held here: the payload may die meanwhile
+        blocks, rows, last = [], [], 0
+        for buffer in buffers:
+            block = self.arena.take(buffer.nbytes, buffer.dtype)
+            blocks.append(block)
+            rows.append(block.memory)
+            if block.mark > last:
+                last = block.mark
+        out = self.out
+        self._follow(out, flight.stream)
+        self.back.hold_up(out.stream, last)
+        mark = flight.mark = self._copy(out, buffers, rows)
+        flight.way = out
+        return CudaCopies(blocks, rows, mark)
 
     def bring(self, copies: CudaCopies) -> CudaFlight:
-        stream = self.current()
-        buffers = [torch.empty(row.numel(), dtype=row.dtype, device=self.device) for row in copies.rows]
+        stream, rows = self.current(), copies.rows
+        buffers = [torch.empty(row.numel(), dtype=row.dtype, device=self.device) for row in rows]
         self._follow(self.back, stream)  # which may still be at work on what this memory held before
         self.out.hold_up(self.back.stream, copies.sent)
         flight = CudaFlight(self, buffers, stream)
-        flight.mark = self._copy(self.back, copies.rows, buffers)
+        flight.mark = self._copy(self.back, rows, buffers)
         flight.way, flight.arrives = self.back, True
         for block in copies.blocks:
             block.mark = flight.mark
@@ -175,13 +181,9 @@ class CudaLink:
         self._now.record(stream)
         self._now.wait(way.stream)
 
-    def _copy(self, way: Way, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> int:
-        with torch.cuda.device(self._index):
-            stream = self.current()
-            try:
-                torch.cuda.set_stream(way.stream)
-                for source, target in zip(sources, targets, strict=True):
-                    target.copy_(source, non_blocking=True)
-            finally:
-                torch.cuda.set_stream(stream)
+    @staticmethod
+    def _copy(way: Way, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> int:
+        with way.stream:  # and on its device; afterwards both are what they were
+            for source, target in zip(sources, targets, strict=True):
+                target.copy_(source, non_blocking=True)
         return way.mark()

@@ -9,12 +9,13 @@ from lowtide.records import Encoded
 __all__ = ["Device"]
 
 
-@dataclass(frozen=True, slots=True)
 class OnDevice:
     """A payload that stays on its device."""
 
-    encoded: Encoded
-    nbytes: int
+    __slots__ = ("encoded", "nbytes")
+
+    def __init__(self, encoded: Encoded, nbytes: int) -> None:
+        self.encoded, self.nbytes = encoded, nbytes
 
     def fetch(self) -> Encoded:
         return self.encoded

@@ -35,7 +35,7 @@ class Host:
     Where payloads are in host memory anyway, as on the CPU, they stay as they are.
     """
 
-    staging: int | str = "512MiB"
+    staging: int | str = "1GiB"
     least: int | str = "64KiB"
     keep: int | str | None = None
     _lanes: dict[torch.device, Lane | None] = field(init=False, repr=False, compare=False, default_factory=dict)
@@ -52,9 +52,12 @@ class Host:
 
     def put(self, encoded: Encoded) -> Held:
         device = encoded.spec.device
-        lane = self._lanes[device] if device in self._lanes else self._open(device)
+        try:
+            lane = self._lanes[device]
+        except KeyError:
+            lane = self._open(device)
         if lane is not None:
-            buffers = large_buffers(encoded, int(self.least))
+            buffers = large_buffers(encoded, self.least)  # type: ignore[arg-type]
             if buffers:
                 return lane.put(encoded, buffers)
         return OnDevice(encoded, encoded.nbytes)
