@@ -57,8 +57,7 @@ class Joint:
 
     def made(self, dtype: torch.dtype) -> Tensor:
         """What ReLU made."""
-        t = self._folded(lends=None)
-        return _fold.made(t, self._table, dtype)
+        return _fold.made(self._folded(lends=None), self._table, dtype)
 
     def variances(self) -> Tensor:
         """Of the errors of the norm's input, value by value: as multiples of that under its own bound."""
@@ -129,6 +128,15 @@ class Couple:
     decision: Decision
     choices: list[tuple[Handle, Decision]]
 
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Both in the geometry of the first; their elements lie in the same order."""
+        spec, x, y = self.pair.source.spec, self.source.raw, self.made.raw
+        assert x is not None and y is not None, "neither has been settled"
+        return (
+            x.as_strided(spec.shape, spec.stride, x.storage_offset()),
+            y.as_strided(spec.shape, spec.stride, y.storage_offset()),
+        )
+
     @property
     def reader(self) -> tuple[Handle, Decision] | None:
         """A save of the second tensor that asks for values."""
@@ -150,8 +158,7 @@ class Couple:
             if need is not None and need.is_nonzero:
                 is_masked |= handle.spec == spec
             elif kind is Kind.VALUES:
-                is_alike = reader is not None and choice.bound == reader[1].bound and choice.codec == codec
-                if not is_alike or (need is not None and need.axes(len(handle.spec.shape))):
+                if reader is None or not _is_served(handle, choice, reader[1].bound) or choice.codec != codec:
                     return False
             elif kind is not Kind.METADATA:
                 return False
@@ -260,29 +267,24 @@ class Joiner:
 
         None where a bound or the size of the payload would have to be known, and is not.
         """
-        settler, pair, reader, first = self._settler, couple.pair, couple.reader, couple.pair.source
-        x, y = couple.source.raw, couple.made.raw
-        assert x is not None and y is not None and first.site is not None
-        y = y.as_strided(x.shape, x.stride(), y.storage_offset())
+        settler, reader, first = self._settler, couple.reader, couple.pair.source
+        x, y = couple.tensors()
         bound = settler.measure(x, couple.decision, first)
         made_bound = settler.measure(y, reader[1], reader[0]) if reader is not None else None
         if bound is None or (reader is not None and made_bound is None):
             return None
-        table = _fold.table(pair.norm(), bound, made_bound, x.dtype)
-        folded = _fold.fold(x, y, table)
-        stand_in = Handle(TensorSpec.of(folded), first.call_path, first.module, is_leaf=False)
-        stand_in.site, stand_in.need = _site(first.site), _NEED
-        stored = settler.encode(folded, self._decide(couple, stand_in.name), stand_in)
+        table = _fold.table(couple.pair.norm(), bound, made_bound, x.dtype)
+        stored = self._store(couple, _fold.fold(x, y, table))
         if stored is None:
             return None
         payload, nbytes = stored
         joint = Joint(payload, table, settler.ledger, settler.waiting, first.name)
         couple.made.share("joint", joint)
-        half = (nbytes + table.nbytes) // 2 if reader is not None else 0
-        first.kept = Part(joint, Joint.source, settler.witness(x, couple.decision, bound))
-        settler.note(
-            first, couple.source, "sz", couple.decision.reason, couple.decision.bound_text, nbytes + table.nbytes - half
-        )
+        nbytes += table.nbytes
+        half = nbytes // 2 if reader is not None else 0
+        decision = couple.decision
+        first.kept = Part(joint, Joint.source, settler.witness(x, decision, bound))
+        settler.note(first, couple.source, "sz", decision.reason, decision.bound_text, nbytes - half)
         rest = []
         for handle, decision in couple.choices:
             if _kind(handle) is Kind.METADATA:
@@ -294,6 +296,14 @@ class Joiner:
                 self._hold(handle, couple.made, joint, decision, settler.witness(y, decision, made_bound), half)
                 half = 0
         return rest
+
+    def _store(self, couple: Couple, folded: Tensor) -> tuple[Payload, int] | None:
+        """A payload of the folded tensor, which goes by a name of its own."""
+        first = couple.pair.source
+        assert first.site is not None
+        stand_in = Handle(TensorSpec.of(folded), first.call_path, first.module, is_leaf=False)
+        stand_in.site, stand_in.need = _site(first.site), _NEED
+        return self._settler.encode(folded, self._decide(couple, stand_in.name), stand_in)
 
     def _decide(self, couple: Couple, name: str) -> Decision:
         """How the folded tensor is stored: the same object for as long as that is so of both tensors."""
@@ -322,8 +332,7 @@ class Joiner:
         choices = [(handle, self._settler.decide(handle, raw)) for handle in handles]
         for handle, decision in choices:
             is_mask = handle.need is not None and handle.need.is_nonzero
-            is_served = _kind(handle) is Kind.VALUES and decision.bound == joint.made_bound is not None
-            if decision.is_ruled or not (is_mask or is_served):
+            if decision.is_ruled or not (is_mask or _is_served(handle, decision, joint.made_bound)):
                 return False
         for handle, decision in choices:
             self._hold(handle, entry, joint, decision, None, 0)
@@ -333,6 +342,14 @@ class Joiner:
 
 def _kind(handle: Handle) -> Kind | None:
     return handle.need.kind if handle.need is not None else None
+
+
+def _is_served(handle: Handle, decision: Decision, bound: BoundSource | None) -> bool:
+    """Whether a save asks for values under this bound, the same one for all of them."""
+    need = handle.need
+    if need is None or need.kind is not Kind.VALUES or need.axes(len(handle.spec.shape)):
+        return False
+    return bound is not None and decision.bound == bound
 
 
 @lru_cache(maxsize=4096)

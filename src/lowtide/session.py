@@ -80,7 +80,7 @@ class Session:
         remakes = getattr(chosen, "remakes", False) if remake is None else remake
         self._pipeline = pipeline = Pipeline(
             policy, _find_store(store, chosen), self.ledger, seed=seed, check=check, refresh=refresh,
-            waits=getattr(self.controller, "follows_sizes", False), joins=remakes,
+            waits=getattr(self.controller, "follows_sizes", False), joins=remake is True,
         )  # fmt: skip
         self._capture = capture = Capture(
             model, self.ledger, pipeline.settle, pipeline.left, pipeline.settle_rest, min_size=min_size, recast=recast,
@@ -301,8 +301,8 @@ def attach(model: nn.Module, method: str = DEFAULT_METHOD, **options: Any) -> Se
         min_size: tensors of fewer bytes are passed through.
         recast: make autocast's copies of parameters again in backward instead of keeping them.
         remake: make what GELU, SiLU and layer norms have made again in backward, from what they have read, instead of
-            holding both; hold what a batch norm has read and what ReLU made of its output as one. With methods budget
-            (by default), fixed and exact.
+            holding both; and, if it is True and not only the default, hold what a batch norm has read and what ReLU
+            made of its output as one payload. With methods budget (by default the former), fixed and exact.
         refresh: bounds given as multiples of a statistic, and the tables of coders, are measured again every so many
             saves of a place in the model (and at its saves 1, 2, 4, 8, 16 and 32); 1 measures at every save.
         seed: of the dither; the global RNG is never touched.

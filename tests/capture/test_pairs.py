@@ -236,6 +236,28 @@ def test_how_often_it_is_decoded():
     session.detach()
 
 
+def test_neither_waits_longer_than_it_must(monkeypatch):
+    """Where memory is scarce, both are gone before the layer that reads the second one makes its own output."""
+    model, x = block(), make_input()
+    session = lowtide.attach(model, "fixed", min_size=0, coder="blocks", remake=True)
+    for _ in range(4):  # from then on ops are known from earlier steps
+        gradients(model, x)
+    events: list[str] = []
+    make, folded = F.conv2d, fold.fold
+
+    def convolve(*given: Any) -> Tensor:
+        made = make(*given)
+        events.append("conv")
+        return made
+
+    monkeypatch.setattr(F, "conv2d", convolve)
+    monkeypatch.setattr("lowtide.kernels._fold.fold", lambda *given: events.append("fold") or folded(*given))
+    session.ledger.is_scarce = True
+    gradients(model, x)
+    session.detach()
+    assert events == ["conv", "fold", "conv"]
+
+
 def test_backward_twice_and_in_part():
     model, x = block(), make_input()
     session = lowtide.attach(model, "fixed", min_size=0, coder="blocks", remake=True)

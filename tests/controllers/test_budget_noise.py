@@ -135,11 +135,12 @@ def test_pairs_in_one_payload_have_the_noise_that_is_predicted(noise):
 
     Means of six draws: of hundreds of entries for a convolution, of 16 for a norm's scale.
     """
-    session = bounds_after_training("cnn", noise, None, checks=0)
+    session = bounds_after_training("cnn", noise, None, checks=0, remake=True)
     model, batch, loss, _ = trained("cnn")
     ratios: dict[str, float] = {}
     for seed in range(SEEDS):
-        again = lowtide.attach(model, "budget", noise=noise, checks=100, seed=seed, min_size=0, period=2)
+        options: dict[str, Any] = {"noise": noise, "checks": 100, "period": 2}
+        again = lowtide.attach(model, "budget", seed=seed, min_size=0, remake=True, **options)
         for _ in range(4):  # the first tells which sites there are to check
             again.controller._rules = dict(session.controller._rules)
             again._pipeline._forget()

@@ -121,7 +121,7 @@ def test_a_cuda_graph_refuses_the_store() -> None:
 
 
 def test_half_of_the_staging_is_for_what_stays() -> None:
-    assert (Host("1GiB").keep, Host("1GiB", keep="768MiB").keep, Host(keep=0).keep) == (1 << 29, 3 << 28, 0)
+    assert (Host("1GiB").keep, Host("1GiB", keep="512MiB").keep, Host(keep=0).keep) == (3 << 28, 1 << 29, 0)
 
 
 def test_small_parts_stay_on_the_device() -> None:

@@ -207,7 +207,7 @@ class Capture:
         """
         ready, scope.ready, scope.ready_nbytes = scope.ready, [], 0
         for entry in ready:
-            if entry is current:
+            if entry is current and not _is_awaited(entry):
                 self._is_ready(scope, entry)
             elif handles := entry.take_named():
                 self._settle(entry, handles)
@@ -336,6 +336,11 @@ class _Fields(Mapping[str, Handle | Passed | Recast]):
 def _unpack(handle: Handle | Passed | Recast) -> Tensor:
     """Give backward its tensor. May run several times, in any order, on any thread; frees nothing [6]."""
     return handle.restore()
+
+
+def _is_awaited(entry: Entry) -> bool:
+    """Whether another tensor waits for this one, which ReLU has saved, and the layer after it as well."""
+    return isinstance(entry.maker, pairs.Pair) and len(entry.waiting) > 1
 
 
 def _is_special(tensor: Tensor, is_leaf: bool, scope: Scope) -> bool:

@@ -33,7 +33,7 @@ from lowtide.kernels._workspaces import EAGER, Replay
 from lowtide.kernels._workspaces import SLOTS as _SLOTS
 from lowtide.records import Bound, Encoded, Need, TensorSpec
 
-# What kernels are given (Args in sz_args.cuh), in two parts: the second is the same for all tensors of a place, as a rule.
+# What kernels are given (Args in sz_args.cuh), in two parts: the second is the same for all tensors of a place, mostly.
 _FIRST, _SECOND = struct.Struct("<12Q2Q4I2I4i"), struct.Struct("<f5Ii6I4xQQ")
 _NO_DIGITS = (0.0, 0, 0, 0, 0, 0, 0)
 _SLACK = 1 / 48  # of room beyond the last payload of the same place

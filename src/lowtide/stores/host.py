@@ -30,7 +30,7 @@ __all__ = ["Host"]
 class Host:
     """``staging``: bytes of payloads that are on the device at a time, at most, or one payload if that is larger.
     ``least``: buffers below so many bytes stay on the device.
-    ``keep``: bytes of ``staging`` for the newest payloads, which are not copied; by default half of it.
+    ``keep``: bytes of ``staging`` for the newest payloads, which are not copied; by default three quarters of it.
 
     Where payloads are in host memory anyway, as on the CPU, they stay as they are.
     """
@@ -44,7 +44,7 @@ class Host:
         self.staging = sizes.parse(self.staging, what="staging")
         self.least = sizes.parse(self.least, what="least")
         if self.keep is None:
-            self.keep = self.staging // 2
+            self.keep = self.staging * 3 // 4
         elif self.keep != 0:
             self.keep = sizes.parse(self.keep, what="keep")
         if self.keep > self.staging:
