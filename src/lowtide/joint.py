@@ -285,17 +285,15 @@ class Joiner:
         decision = couple.decision
         first.kept = Part(joint, Joint.source, settler.witness(x, decision, bound))
         settler.note(first, couple.source, "sz", decision.reason, decision.bound_text, nbytes - half)
-        rest = []
         for handle, decision in couple.choices:
-            if _kind(handle) is Kind.METADATA:
-                rest.append(handle)
-            elif _kind(handle) is Kind.MASK:
-                self._hold(handle, couple.made, joint, decision, settler.witness(y, decision, None), 0)
-            else:
+            if _kind(handle) is Kind.VALUES:  # first: what plain training holds is counted where values are read
                 joint.made_bound = decision.bound
                 self._hold(handle, couple.made, joint, decision, settler.witness(y, decision, made_bound), half)
                 half = 0
-        return rest
+        for handle, decision in couple.choices:
+            if _kind(handle) is Kind.MASK:
+                self._hold(handle, couple.made, joint, decision, settler.witness(y, decision, None), 0)
+        return [handle for handle, _ in couple.choices if _kind(handle) is Kind.METADATA]
 
     def _store(self, couple: Couple, folded: Tensor) -> tuple[Payload, int] | None:
         """A payload of the folded tensor, which goes by a name of its own."""

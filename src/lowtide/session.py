@@ -78,13 +78,14 @@ class Session:
         own = boundary_rules(boundary, values) if again else ()
         policy = Policy(self.controller, values, given + own, poison=bool(check), given=len(given))
         remakes = getattr(chosen, "remakes", False) if remake is None else remake
+        joins = remake is True
         self._pipeline = pipeline = Pipeline(
             policy, _find_store(store, chosen), self.ledger, seed=seed, check=check, refresh=refresh,
-            waits=getattr(self.controller, "follows_sizes", False), joins=remake is True,
+            waits=getattr(self.controller, "follows_sizes", False), joins=joins,
         )  # fmt: skip
         self._capture = capture = Capture(
             model, self.ledger, pipeline.settle, pipeline.left, pipeline.settle_rest, min_size=min_size, recast=recast,
-            remake=remakes,
+            remake=remakes, joins=joins,
         )  # fmt: skip
         self._scopes = capture.scopes
         self._scopes.on_forward = self._after_forward

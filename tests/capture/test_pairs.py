@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.app import zoo
 from lowtide.capture import pairs
 from lowtide.capture.handles import Handle, Passed
 from lowtide.codecs.sz import Sz
@@ -121,6 +122,8 @@ def test_both_tensors_are_one_payload(steps, inplace):
     assert 0 < distance(joint, plain) < 1.1 * distance(usual, plain) < 0.3
     assert session.ledger.held_peak < 0.75 * before.ledger.held_peak
     assert session.ledger.raw_peak == before.ledger.raw_peak
+    raw = [{name: entry.raw_nbytes for name, entry in item.ledger.sites.items()} for item in (before, session)]
+    assert raw[0] == raw[1], "what plain training holds is counted at the same sites"
     assert session.ledger.held == 0
 
 
@@ -445,3 +448,16 @@ def test_modules_that_are_run_again():
     got, session = run(model, x, recompute=["3"])
     assert payloads(session) == {"1:native_batch_norm.input", "3:recompute.input"}
     assert 0 < distance(got, plain) < 0.3
+
+
+def test_by_default_no_pairs_are_looked_for():
+    """Not even where ReLU's mask and the values of the same tensor are settled apart, as in a bottleneck."""
+    entry = zoo.describe("resnet50")
+    model = entry.build(**entry.tiny)
+    inputs, target = entry.example(4, **entry.tiny)
+    session = lowtide.attach(model, "budget", min_size=1024, period=2)
+    for _ in range(6):
+        entry.loss(model(inputs), target).backward()
+        session.step()
+    assert not any(entry.codec.startswith("again") for entry in session.ledger.sites.values())
+    session.detach()

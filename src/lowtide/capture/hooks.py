@@ -41,6 +41,7 @@ class Capture:
         min_size: int,
         recast: bool,
         remake: bool = False,
+        joins: bool = False,
     ) -> None:
         self._has_model = model is not None
         modules = model.modules() if model is not None else ()
@@ -48,7 +49,7 @@ class Capture:
         self._dedup = Deduplicator(ledger)
         self._settle, self._leave, self._settle_rest = settle, leave, settle_rest
         self._ledger = ledger
-        self._min_size, self._recast, self._remake = min_size, recast, remake
+        self._min_size, self._recast, self._remake, self._joins = min_size, recast, remake, joins
         self.on_named: Callable[[Any, Handle], None] | None = None  # while statistics are wanted
         self._habits = Habits()
         self._small: dict[str, str] = {}  # what small tensors are called, by module path
@@ -184,7 +185,7 @@ class Capture:
         if entry.raw is None:
             entry.raw, entry.spec = tensor.detach(), handle.spec
         if self._remake and entry.maker is None:
-            entry.maker = makers.find(tensor) or pairs.find(tensor)
+            entry.maker = makers.find(tensor) or (pairs.find(tensor) if self._joins else None)
         return entry
 
     def _is_ready(self, scope: Scope, entry: Entry) -> None:

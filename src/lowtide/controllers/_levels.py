@@ -11,8 +11,8 @@ import torch
 from lowtide.coding.grid import Grid
 from lowtide.records import Bound
 
-MOST_OF_SOME = 2.0  # the same where a bound governs some of the values: the others have small codes already
 MOST = 4.0  # in units of the standard deviation: beyond, a value costs no fewer bits and tells nothing
+MOST_OF_SOME = 2.0  # the same where a bound governs the values on one side only: half as many codes are to be saved
 _STAYS = 0.8  # of a level: so far may a value be from a bound before another one is taken
 _FINEST = {"float32": 2.0**-9, "float64": 2.0**-9, "float16": 2.0**-6, "bfloat16": 2.0**-6}
 
