@@ -64,7 +64,7 @@ class Variant:
             return False
         noted = json.loads(row["options"])
         mine = json.loads(self.written_options)
-        return all(mine[key] == value for key, value in noted.items() if key in mine)
+        return all(key in mine and mine[key] == value for key, value in noted.items())
 
 
 @dataclass(frozen=True, slots=True)

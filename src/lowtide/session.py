@@ -78,7 +78,8 @@ class Session:
         own = boundary_rules(boundary, values) if again else ()
         policy = Policy(self.controller, values, given + own, poison=bool(check), given=len(given))
         remakes = getattr(chosen, "remakes", False) if remake is None else remake
-        joins = remake is True
+        wanted = getattr(chosen, "joins", None)
+        joins = remakes and (remake is True if wanted is None else wanted)
         self._pipeline = pipeline = Pipeline(
             policy, _find_store(store, chosen), self.ledger, seed=seed, check=check, refresh=refresh,
             waits=getattr(self.controller, "follows_sizes", False), joins=joins,
@@ -302,8 +303,8 @@ def attach(model: nn.Module, method: str = DEFAULT_METHOD, **options: Any) -> Se
         min_size: tensors of fewer bytes are passed through.
         recast: make autocast's copies of parameters again in backward instead of keeping them.
         remake: make what GELU, SiLU and layer norms have made again in backward, from what they have read, instead of
-            holding both; and, if it is True and not only the default, hold what a batch norm has read and what ReLU
-            made of its output as one payload. With methods budget (by default the former), fixed and exact.
+            holding both; and hold what a batch norm has read and what ReLU made of its output as one payload. With
+            methods budget (by default; its option ``pairs`` is for the latter), fixed and exact.
         refresh: bounds given as multiples of a statistic, and the tables of coders, are measured again every so many
             saves of a place in the model (and at its saves 1, 2, 4, 8, 16 and 32); 1 measures at every save.
         seed: of the dither; the global RNG is never touched.

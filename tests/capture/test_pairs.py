@@ -450,14 +450,28 @@ def test_modules_that_are_run_again():
     assert 0 < distance(got, plain) < 0.3
 
 
-def test_by_default_no_pairs_are_looked_for():
-    """Not even where ReLU's mask and the values of the same tensor are settled apart, as in a bottleneck."""
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({}, True),
+        ({"pairs": False}, False),
+        ({"remake": False}, False),
+        ({"memory": 0.5}, False),
+        ({"memory": 0.5, "pairs": True}, True),
+        ({"memory": 0.5, "remake": True}, True),
+    ],
+)
+def test_budget_looks_for_pairs_unless_there_is_memory_to_fill(options, found):
+    """In a bottleneck ReLU's mask and the values of the same tensor are settled apart: no pair is met by halves."""
     entry = zoo.describe("resnet50")
     model = entry.build(**entry.tiny)
     inputs, target = entry.example(4, **entry.tiny)
-    session = lowtide.attach(model, "budget", min_size=1024, period=2)
-    for _ in range(6):
+    session = lowtide.attach(model, "budget", min_size=1024, period=2, **options)
+    for _ in range(4):
         entry.loss(model(inputs), target).backward()
         session.step()
-    assert not any(entry.codec.startswith("again") for entry in session.ledger.sites.values())
+    sites = session.ledger.sites
+    pair = [sites[name].held_nbytes for name in ("bn1:native_batch_norm.input", "layer1.0.conv1:convolution.input")]
+    assert (abs(pair[0] - pair[1]) <= 1) is found
+    assert not any(site.codec.startswith("again") for site in sites.values())
     session.detach()

@@ -13,9 +13,10 @@ from lowtide.registry import METHODS
 class Method(Protocol):
     """What a named method brings together. It is a frozen dataclass of its options.
 
-    Three things more a method may have, for where ``attach`` is not told otherwise. ``store()`` makes the store for its
+    Four things more a method may have, for where ``attach`` is not told otherwise. ``store()`` makes the store for its
     payloads; without it they wait on the device. ``regions()`` says which modules are run again in backward.
     ``remakes`` says that tensors may be made again from others that are held under the same rules: True by default.
+    ``joins`` says that two tensors may share a payload; without it, where ``attach`` is given ``remake=True``.
     """
 
     def values(self) -> Codec | None:

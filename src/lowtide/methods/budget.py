@@ -15,7 +15,11 @@ __all__ = ["Budget"]
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The options of ``lowtide.controllers.budget``, and how values are coded."""
+    """The options of ``lowtide.controllers.budget``, and how values are coded.
+
+    ``pairs``: the input of a batch norm and what ReLU made of its output share a payload; None: they do unless there is
+    a ``memory`` to fill.
+    """
 
     remakes: ClassVar[bool] = True
 
@@ -31,6 +35,12 @@ class Budget:
     retreat: str = "exact"
     rounding: str = "dither"
     coder: str = "auto"
+    pairs: bool | None = None
+
+    @property
+    def joins(self) -> bool | None:
+        """Whether pairs share a payload; None where ``remake`` has to say so."""
+        return (self.memory is None or None) if self.pairs is None else self.pairs
 
     def values(self) -> Codec:
         return codecs.create("sz", rounding=self.rounding, coder=self.coder)
