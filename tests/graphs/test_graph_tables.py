@@ -92,8 +92,6 @@ class Site:
         function, launches = emulated(*args, **options), self.launches
 
         class Written:
-            resident = staticmethod(function.resident)
-
             def launch(self, *arguments: Any) -> None:
                 launches.append(lambda: function.launch(*arguments))
                 function.launch(*arguments)

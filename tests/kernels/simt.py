@@ -84,9 +84,6 @@ class EmulatedFunction:
     name: str
     library: Any
 
-    def resident(self, block: int, shared: int) -> int:
-        return 8
-
     def launch(self, grid: int, block: int, shared: int, arguments: Any, stream: int = 0) -> None:
         expected = self.library.simt_argument_nbytes()
         nbytes = len(arguments) if isinstance(arguments, bytes) else ctypes.sizeof(arguments)

@@ -61,9 +61,6 @@ class Compiler:
         self.loaded.append((threading.current_thread().name, name))
         return self
 
-    def resident(self, block: int, shared: int) -> int:
-        return 1
-
     def launch(self, *arguments: Any) -> None:
         pass
 

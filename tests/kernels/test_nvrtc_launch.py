@@ -29,7 +29,7 @@ class Notes:
     """The functions of libcuda that are used; ``context`` is the current one, 7 is the device's."""
 
     def __init__(self, *, context: int | None = 7) -> None:
-        self.context, self.pushed, self.launches, self.allowed, self.asked = context, [], [], [], []
+        self.context, self.pushed, self.launches, self.allowed = context, [], [], []
         self.failure = 0
 
     def __getattr__(self, name: str) -> Callable[..., int]:
@@ -65,11 +65,6 @@ class Notes:
     def cuFuncSetAttribute(self, function: Any, attribute: int, value: int) -> int:
         assert (function.value, attribute) == (9, 8)
         self.allowed.append(value)
-        return 0 if self.context == 7 else 201
-
-    def cuOccupancyMaxActiveBlocksPerMultiprocessor(self, blocks: Any, function: Any, block: Any, shared: Any) -> int:
-        self.asked.append((function.value, block.value, shared.value))
-        blocks._obj.value = 200_000 // (1024 + shared.value)
         return 0 if self.context == 7 else 201
 
     def cuFuncGetParamInfo(self, function: Any, index: Any, offset: Any, size: Any) -> int:
@@ -126,13 +121,6 @@ def test_more_shared_memory_is_asked_for_once(driver: Notes) -> None:
         kernel.launch(1, 32, shared, ARGUMENTS, 0)
     assert driver.allowed == [47 * 1024 + 1, 100_000, 100_001]
     assert len(driver.launches) == 7
-
-
-def test_blocks_that_run_at_a_time_are_asked_for_once(driver: Notes) -> None:
-    kernel = loaded()
-    assert [kernel.resident(256, shared) for shared in (0, 60_000, 300_000, 60_000, 0)] == [195, 3, 1, 3, 195]
-    assert driver.asked == [(9, 256, 0), (9, 256, 60_000), (9, 256, 300_000)]
-    assert driver.allowed == [60_000, 300_000]
 
 
 @pytest.mark.parametrize("context", [None, 6], ids=["no context", "another device's"])

@@ -142,7 +142,7 @@ def test_launches_can_be_repeated_with_the_same_arguments(coder: str, monkeypatc
 
     class Recorded:
         def __init__(self, function: Any) -> None:
-            self._function, self.resident = function, function.resident
+            self._function = function
 
         def launch(self, *arguments: Any) -> None:
             launches.append((self._function, arguments))

@@ -79,7 +79,7 @@ class Program:
 class Function:
     """A kernel loaded on one device. It takes one argument: a struct, by value."""
 
-    __slots__ = ("_context", "_handle", "_launch", "_lock", "_nbytes", "_resident", "_shared", "name")
+    __slots__ = ("_context", "_handle", "_launch", "_lock", "_nbytes", "_shared", "name")
 
     def __init__(self, name: str, cubin: bytes, lowered: str, device: int) -> None:
         ordinal, module, handle = c_int(), c_void_p(), c_void_p()
@@ -93,7 +93,6 @@ class Function:
         self._handle, self._launch = handle.value, _driver().cuLaunchKernel
         self._nbytes = self._argument_nbytes()
         self._shared = _UNASKED_SHARED_NBYTES - self._attribute(_SHARED_NBYTES)
-        self._resident: dict[tuple[int, int], int] = {}
 
     @property
     def registers(self) -> int:
@@ -104,21 +103,6 @@ class Function:
     def local_nbytes(self) -> int:
         """Local memory a thread: what registers could not hold, and arrays with computed indices."""
         return self._attribute(_LOCAL_NBYTES)
-
-    def resident(self, block: int, shared: int) -> int:
-        """Blocks of such a launch that a multiprocessor runs at a time."""
-        known = self._resident.get((block, shared))
-        if known is None:
-            if shared > self._shared:
-                self._allow(shared)
-            found = c_int()
-            with self._current():
-                _call(
-                    self.name, "cuOccupancyMaxActiveBlocksPerMultiprocessor", byref(found), c_void_p(self._handle),
-                    c_int(block), c_size_t(shared),
-                )  # fmt: skip
-            known = self._resident[block, shared] = max(found.value, 1)
-        return known
 
     def launch(self, grid: int, block: int, shared: int, arguments: _Arguments, stream: int) -> None:
         """Launch ``grid`` blocks of ``block`` threads with ``shared`` bytes of dynamic shared memory.

@@ -175,10 +175,7 @@ class SzCuda(SzTwin):
             aside = replay.aside
             if aside is not None:
                 stream = aside.begin()
-        blocks = job.blocks  # of the coder blocks, which has a chunk for each of their warps
-        if not job.headers:
-            blocks = _spread(blocks, _processors(index), function.resident(WARPS * 32, job.shared))
-        function.launch(blocks, WARPS * 32, job.shared, arguments + second, stream)
+        function.launch(job.blocks, WARPS * 32, job.shared, arguments + second, stream)
         if aside is not None:
             aside.hold(x, buffer, *ready.lent)
         encoded = Encoded(
@@ -236,19 +233,9 @@ class SzCuda(SzTwin):
         )
         shared = 0 if give == MASK else job.shared
         stream = aside.begin() if aside is not None else current_stream(index)
-        blocks = _spread(job.blocks, _processors(index), function.resident(WARPS * 32, shared))
-        function.launch(blocks, WARPS * 32, shared, arguments, stream)
+        function.launch(min(job.blocks, _processors(index) * 8), WARPS * 32, shared, arguments, stream)
         if aside is not None:
             aside.hold(x, *encoded.tensors.values(), *([mask] if mask is not None else []))
-
-
-def _spread(blocks: int, processors: int, resident: int) -> int:
-    """Blocks to launch where ``blocks`` would have a chunk for each of their warps.
-
-    No more than run at a time, which go through the chunks in turns: each makes tables of its own. And as many for
-    every multiprocessor: warps without a chunk cost less than multiprocessors with more chunks than others.
-    """
-    return min(-(-blocks // processors), resident) * processors if blocks > processors else blocks
 
 
 def _room_for(spec: TensorSpec) -> Tensor:

@@ -36,7 +36,7 @@ class Encoding:
     most: int  # words that suffice whatever the values
     shared: int
     sizes: tuple[int, int, int, int, int]  # rows, stage, size, first, fill
-    digits: tuple[float, int, int, int, int, int, int]  # origin, lowest, beyond, three weights, room
+    digits: tuple[float, int, int, int, int, int, int]  # origin, lowest, beyond, three pairs, room
     where: Where
     meta: Mapping[str, Any]
     headers_from: int = field(init=False)  # where in a payload's buffer, in 32-bit words, they begin: after the heads
@@ -110,15 +110,8 @@ class Decoding:
         chunks = -(-spec.numel // (rows * rans.ROW))
         return cls(
             "rans_decode", template, values, spec.numel, chunks, -(-chunks // WARPS), 3 * chunks, 0, size**values,
-            _decoder_shared(where, spec, values), (rows, 0, size, alphabet["low"], 0), where,
+            where.shared(), (rows, 0, size, alphabet["low"], 0), where,
         )  # fmt: skip
-
-
-def _decoder_shared(where: Where, spec: TensorSpec, values: int) -> int:
-    """Of two numbers a channel, ``ADDED`` ones (sz_rans_decode.cu) are read a round at a time, not by rows."""
-    if spec.dtype.itemsize == 2 and values > 1:
-        return (where.shared(ROUND[values]) + where.shared()) // 2
-    return where.shared(ROUND[values])
 
 
 def encoding_of(codec: Sz, spec: TensorSpec, plan: Plan) -> Encoding | None:
@@ -209,10 +202,11 @@ def _digits(alphabet: rans.Alphabet, room: int, rounding: str) -> tuple[float, i
     first = alphabet.low - alphabet.zero  # the code of digit 0, if it had one
     least, most = max(alphabet.low, -room), min(first + alphabet.size - 1, room)
     lowest = _ROUNDING + 256 * (least - first)
-    weights = [16 * alphabet.size**k << 16 if k < alphabet.values else 0 for k in (1, 2, 3)]
+    powers = [16 * alphabet.size**k for k in range(alphabet.values)] + [0] * (4 - alphabet.values)
+    pairs = [powers[k] | powers[k + 1] << 16 for k in range(3)]
     return (
         _ORIGIN - 256 * first + (0 if rounding == "dither" else 128), lowest,
-        max(_ROUNDING + 256 * (most - first + 1), lowest), weights[0], weights[1], weights[2], room,
+        max(_ROUNDING + 256 * (most - first + 1), lowest), pairs[0], pairs[1], pairs[2], room,
     )  # fmt: skip
 
 

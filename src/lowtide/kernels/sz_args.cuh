@@ -29,7 +29,7 @@ struct Args {
   int size, first, fill, slots;
   float origin;          // rans encoders: x * inverse + origin is the sum that a digit is read from, and sums from
   u32 lowest, beyond;    // `lowest` on and before `beyond` give digits that are sure
-  u32 weights[3];        // rans encoders: 16 * size, 16 * size ** 2 and 16 * size ** 3, in the upper half
+  u32 pairs[3];          // rans encoders: 16 * size ** k, and in the upper half 16 * size ** (k + 1)
   int room;              // encoders: codes that keep their promise whatever their centre
   u32 divide, modulo, times, divide2, modulo2, times2;
   const u32* replay;     // read by kernels that are REPLAYED: a number that is another one in each replay of a graph

@@ -94,29 +94,23 @@ template <bool DITHER> __device__ __forceinline__ u32 sum_of(float origin, float
   return DITHER ? dot2(k & 1 ? 0x10000 : 1, word, k > 1, bits) : bits;
 }
 
-// The sums of a group; `least` and `most` take them in (where ZERO is 1, `lowest` in place of those of zeros).
+// The digits of a group, a byte each, and the least and the largest of its sums.
 template <typename T, int ZERO, bool DITHER>
-__device__ __forceinline__ void sums_of(
-    u32 lowest, const Group<T>& group, const float* inverse, const float* origin, u32 word, u32* sum, u32& least,
-    u32& most) {
-  u32 checked[4];
+__device__ __forceinline__ u32 digits_of(
+    u32 lowest, const Group<T>& group, const float* inverse, const float* origin, u32 word, u32& least, u32& most) {
+  u32 sum[4], checked[4];
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
     float x = group.at(k);
     sum[k] = checked[k] = sum_of<DITHER>(origin[k], x, inverse[k], word, k);
-    if (ZERO == 1) checked[k] = x == 0.0f ? lowest : checked[k];
+    if (ZERO == 1) {
+      bool zero = x == 0.0f;
+      checked[k] = zero ? lowest : checked[k];
+      sum[k] = zero ? 0 : sum[k];
+    }
   }
-  most = max(max(max(max(most, checked[0]), checked[1]), checked[2]), checked[3]);
-  if (ZERO != 2) least = min(min(min(min(least, checked[0]), checked[1]), checked[2]), checked[3]);
-}
-
-// The digits of a group, a byte each, and the least and the largest of its sums. ZERO is 0 or 2.
-template <typename T, int ZERO, bool DITHER>
-__device__ __forceinline__ u32 digits_of(
-    u32 lowest, const Group<T>& group, const float* inverse, const float* origin, u32 word, u32& least, u32& most) {
-  u32 sum[4];
-  least = ~0u, most = 0;
-  sums_of<T, ZERO, DITHER>(lowest, group, inverse, origin, word, sum, least, most);
+  most = max(max(max(checked[0], checked[1]), checked[2]), checked[3]);
+  if (ZERO != 2) least = min(min(min(checked[0], checked[1]), checked[2]), checked[3]);
   u32 packed = permute(permute(sum[0], sum[1], 0x51), permute(sum[2], sum[3], 0x51), 0x5410);
   return ZERO == 2 ? packed & nonzero_bytes(group) : packed;
 }

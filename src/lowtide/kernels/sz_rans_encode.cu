@@ -1,9 +1,5 @@
 // The coder rans: values become digits, digits symbols, symbols a stream in shared memory.
 
-// Of 16-bit values under one step, where zero has a code of its own and codes begin with zero, zeros would get digit 1:
-// all sums begin a digit earlier, and those of other values are raised by one, together with the dither.
-template <typename T, int ENTRY, int ZERO> constexpr bool RAISED = sizeof(T) == 2 && ENTRY == TENSOR && ZERO == 2;
-
 // Which values of group g have no digit that is sure, now that their centres are looked at. The group is read again:
 // nothing of it has to be kept for this.
 template <typename T, int ENTRY, int ZERO, bool DITHER, bool WHOLE>
@@ -25,8 +21,7 @@ __device__ __forceinline__ u32 doubtful(const Args& a, u32 g) {
       int digit = (int)(sum - ROUNDING) >> 8, q = digit + first + (int)centre_of<ENTRY>(a, entry);
       sure = digit >= a.first - first && digit < a.size && q >= -Type<T>::reach && q <= Type<T>::reach;
     }
-    const bool zero = ZERO && group.at(k) == 0.0f && (!RAISED<T, ENTRY, ZERO> || sum < a.beyond);  // a step may be 0
-    if (all || !(sure || zero)) found |= 1u << k;
+    if (all || !(sure || (ZERO && group.at(k) == 0.0f))) found |= 1u << k;
   }
   return found;
 }
@@ -70,17 +65,6 @@ __device__ __forceinline__ uint4 encoding_of(u32 freq, u32 before) {
   return make_uint4(reciprocal, freq << 19, 4096 - freq, before << 6 | (shift - 1));
 }
 
-// A register of its own: the compiler would make the number again in every round.
-__device__ __forceinline__ u32 lanes_below(int lane) {
-#ifdef __CUDA_ARCH__
-  u32 y;
-  asm volatile("mov.u32 %0, %%lanemask_lt;" : "=r"(y));
-  return y;
-#else
-  return (1u << lane) - 1;
-#endif
-}
-
 // The lanes with states of `limit` or more append their low halves to the stream, in the order of the lanes. `cursor`
 // is the address of the stream's end.
 __device__ __forceinline__ void emit(u32& s, u32& cursor, u32 limit, u32 below, u8* memory) {
@@ -107,25 +91,20 @@ __device__ __forceinline__ void emit(u32& s, u32& cursor, u32 limit, u32 below, 
 #endif
 }
 
-constexpr int SYMBOLS = 4;  // of a lane in a round
-
-// What a warp has staged of its chunk: the stream's end, how much of it went to a slot before, and escapes. A slot's
-// number is counted from one on.
+// What a warp has staged of its chunk: the stream's end, how much of it went to a slot before, and escapes.
 struct Staged {
   u16* stream;
-  u32 slot, length, spilled, coded, lost, state;
+  u32 *codes, *exacts;
+  const u32* slot;
+  u32 length, spilled, coded, lost, state;
   bool raw;
-  __device__ __forceinline__ u32* codes(const Args& a) const { return (u32*)stream + a.stage / 2; }
-  __device__ __forceinline__ u32* exacts(const Args& a) const { return codes(a) + CODES; }
-  __device__ __forceinline__ u32* spill(const Args& a) const { return a.spill + (u64)(slot - 1) * (SPILL / 2); }
 };
 
-// The values `todo` of each lane, one at a time, with care: `places` as their digits want them, and escapes for those
-// that have none (or for all, if a symbol without a share has them: LATE). Returns those that are escapes. `row` and
-// `g` are those of a lane's first value.
-template <typename T, int V, int ENTRY, int ZERO, bool DITHER, bool WHOLE, bool LATE>
-__device__ __forceinline__ u32 mend(const Args& a, u32 row, u32 g, u32 todo, u32* places, Staged& out, int lane) {
-  const u32 below = lanes_below(lane);
+// The values `todo` of each lane, one at a time, with care: their digits, and escapes for those that have none (or for
+// all, if a symbol without a share has them: LATE). Returns those that are escapes.
+template <typename T, int ROWS, int ENTRY, int ZERO, bool DITHER, bool WHOLE, bool LATE>
+__device__ __forceinline__ u32 mend(const Args& a, u64 start, u32 g, u32 todo, u32* packed, Staged& out, int lane) {
+  const u32 below = (1u << lane) - 1;
   const int first = a.first - (ZERO ? 1 : 0);
   u32 escaped = 0;
   while (__any_sync(~0u, todo != 0)) {
@@ -133,21 +112,12 @@ __device__ __forceinline__ u32 mend(const Args& a, u32 row, u32 g, u32 todo, u32
     u64 i = 4 * ((u64)g + n / 4 * 32) + n % 4;
     bool there = todo && (WHOLE || i < a.count), is_code = false, is_exact = false;
     T value = {};
-    if (there) value = ((const T*)a.x)[i];
-    const float x = widen(value);
-    const bool zero = ZERO && x == 0.0f;
-    const u32 entry = entry_of<ENTRY>(a, i);
-    u32 counted = 0;  // the digit that is in its place
-    if (!LATE && (!zero || RAISED<T, ENTRY, ZERO>)) {
-      float2 scale = Scales<ENTRY>{a, RAISED<T, ENTRY, ZERO> ? a.origin - 256.0f : a.origin}(entry);
-      u32 word = DITHER ? hash((u32)(i >> 2), low_of(a), a.high) : 0;
-      u32 sum = __float_as_uint(fmaf(x, scale.x, scale.y)) + (DITHER ? shift_of<DITHER>(word, n % 4) : 0);
-      counted = (sum >> 8) + (RAISED<T, ENTRY, ZERO> && !zero) & 255;
-    }
     int q = 0, digit = a.fill;
     if (there) {
-      int2 found = careful<T, ENTRY, DITHER>(a, i, x, entry);
-      bool inside = zero || (found.x >= a.first && found.x < first + a.size);
+      value = ((const T*)a.x)[i];
+      float x = widen(value);
+      int2 found = careful<T, ENTRY, DITHER>(a, i, x, entry_of<ENTRY>(a, i));
+      bool zero = ZERO && x == 0.0f, inside = zero || (found.x >= a.first && found.x < first + a.size);
       q = zero ? 4096 : found.x;
       is_exact = !zero && !found.y;
       is_code = !is_exact && (LATE || !inside);
@@ -157,22 +127,20 @@ __device__ __forceinline__ u32 mend(const Args& a, u32 row, u32 g, u32 todo, u32
         digit = q - first;
     }
     if (!LATE && todo) {
-      u32 weight = 16;
-      for (int k = n % V; k; --k) weight *= a.size;
-      weight *= digit - counted;
 #pragma unroll
-      for (int t = 0; t < SYMBOLS; ++t) places[t] += t == n / V ? weight : 0;
+      for (int r = 0; r < ROWS; ++r)
+        if (r == n / 4) packed[r] = (packed[r] & ~(255u << (8 * (n % 4)))) | (u32)digit << (8 * (n % 4));
     }
     u32 by_code = __ballot_sync(~0u, is_code), by_value = __ballot_sync(~0u, is_exact);
-    u32 position = 128 * (row + n / 4) + 4 * lane + n % 4, at = is_code ? out.coded : out.lost;
+    u32 position = (u32)(i - start), at = is_code ? out.coded : out.lost;
     at += __popc((is_code ? by_code : by_value) & below);
-    if (is_code && at < CODES) out.codes(a)[at] = position << 16 | (u32)(q & 0xffff);
+    if (is_code && at < CODES) out.codes[at] = position << 16 | (u32)(q & 0xffff);
     if (is_exact && at < EXACTS) {
       if (sizeof(T) == 4) {
-        out.exacts(a)[2 * at] = position;
-        out.exacts(a)[2 * at + 1] = *(const u32*)&value;
+        out.exacts[2 * at] = position;
+        out.exacts[2 * at + 1] = *(const u32*)&value;
       } else {
-        out.exacts(a)[at] = position << 16 | *(const u16*)&value;
+        out.exacts[at] = position << 16 | *(const u16*)&value;
       }
     }
     out.coded += __popc(by_code), out.lost += __popc(by_value);
@@ -189,12 +157,12 @@ __device__ __forceinline__ bool spill(const Args& a, Staged& out, int lane) {
     if (lane == 0) number = (u32)atomicAdd(a.work + 1, 1ull);
     number = __shfl_sync(~0u, number, 0);
     if (number >= (u32)a.slots) return false;
-    out.slot = number + 1;
+    out.slot = a.spill + (u64)number * (SPILL / 2);
   }
   u32 even = out.length / 2 * 2;
   if (out.spilled + even > SPILL) return false;
   __syncwarp();
-  u32* to = out.spill(a) + out.spilled / 2;
+  u32* to = (u32*)out.slot + out.spilled / 2;
   for (u32 w = lane; w < even / 2; w += 32) to[w] = ((const u32*)out.stream)[w];
   u16 last = out.stream[even < out.length ? even : 0];
   __syncwarp();
@@ -204,31 +172,18 @@ __device__ __forceinline__ bool spill(const Args& a, Staged& out, int lane) {
   return true;
 }
 
-// A byte of 128 in each half that is not zero, at byte 0 or, on GPUs that lack the instruction, byte 1.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-constexpr u32 RAISE = 0;
-__device__ __forceinline__ u32 raise(u32 halves) {
-  u32 y;  // 1.0 is 0x3f80; as numbers of either 16-bit dtype the same ones are zero
-  asm("{ .reg .b32 none; mov.b32 none, 0; set.neu.bf16x2.bf16x2 %0, %1, none; }" : "=r"(y) : "r"(halves));
-  return y;
-}
-#else
-constexpr u32 RAISE = 1;
-__device__ __forceinline__ u32 raise(u32 halves) {
-  return (halves & ~SIGN<Bfloat>) + ~SIGN<Bfloat> & SIGN<Bfloat>;
-}
-#endif
-template <typename T>
-__device__ __forceinline__ void raised_sums(
-    const Group<T>& group, float inverse, float origin, u32 word, u32* sum, u32& most) {
-  const u32 first = permute(word, raise(group.v.x), 0x6140 + 0x1010 * RAISE);
-  const u32 last = permute(word, raise(group.v.y), 0x6342 + 0x1010 * RAISE);
+// Where in the table, which begins at `address`, the symbols of some rows are: digit n counts 16 * size ** (n % V).
+template <int V, int ROWS>
+__device__ __forceinline__ void symbols_of(const u32* packed, const u32* pairs, u32 address, u32* places) {
 #pragma unroll
-  for (int k = 0; k < 4; ++k)
-    sum[k] = dot2(0x20001, k < 2 ? first : last, k & 1, __float_as_uint(fmaf(group.at(k), inverse, origin)));
-  most = max(max(max(max(most, sum[0]), sum[1]), sum[2]), sum[3]);
+  for (int t = 0; t < 4 * ROWS / V; ++t) places[t] = address;
+#pragma unroll
+  for (int n = 0; n < 4 * ROWS; n += 2) {
+    int t = n / V, next = (n + 1) / V;
+    places[t] = dot2(V == 1 ? 16 : pairs[n % V], packed[n / 4], n % 4 != 0, places[t]);
+    if (next != t) places[next] = dot2(16 << 16, packed[n / 4], n % 4 != 0, places[next]);
+  }
 }
-
 __device__ __forceinline__ uint4 symbol_at(u32 place, const uint4* table) {
 #ifdef __CUDA_ARCH__
   uint4 e;
@@ -243,16 +198,15 @@ __device__ __forceinline__ uint4 symbol_at(u32 place, const uint4* table) {
 template <typename T, int V, int ROWS, int ENTRY, int ZERO, bool DITHER, bool WHOLE>
 __device__ __forceinline__ void encode_chunk(
     const Args& a, u64 start, const uint4* table, const float* staged, Staged& out, int lane) {
-  static_assert(4 * ROWS == SYMBOLS * V, "a round has whole symbols");
+  constexpr int N = 4 * ROWS, S = N / V;
   constexpr bool LIMITS = LIMITED<T, V, ENTRY>;
   const uint2* limits = (const uint2*)(staged + staged_words<ENTRY, ROWS>(a));
-  const u32 below = lanes_below(lane), begin = address_of(out.stream), symbols = kept(address_of(table));
-  const u32 full = kept(begin + 2 * a.stage - 64 * SYMBOLS);
-  const float early = __uint_as_float(held<RAISED<T, ENTRY, ZERO>>(__float_as_uint(a.origin - 256.0f)));
-  const Scales<ENTRY> scales = {a, RAISED<T, ENTRY, ZERO> ? early : a.origin};
+  const u32 below = (1u << lane) - 1, begin = address_of(out.stream), symbols = kept(address_of(table));
+  const u32 full = kept(begin + 2 * a.stage - 64 * S);
+  const Scales<ENTRY> scales = {a, a.origin};
   constexpr bool HOLD = ENTRY != FIXED;
-  const u32 weights[4] = {16u << 16, held<HOLD>(a.weights[0]), held<HOLD>(a.weights[1]), held<HOLD>(a.weights[2])};
-  const u32 beyond = held<HOLD && (sizeof(T) == 2 || ENTRY == TENSOR)>(a.beyond);
+  const u32 pairs[3] = {held<HOLD>(a.pairs[0]), held<HOLD>(a.pairs[1]), held<HOLD>(a.pairs[2])};
+  const u32 beyond = held<HOLD>(a.beyond);
   u32 s = 1u << 15, cursor = begin;
   int round = a.rows / ROWS - 1;
   u32 g = (u32)(start / 4) + lane + round * ROWS * 32;
@@ -266,75 +220,67 @@ __device__ __forceinline__ void encode_chunk(
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) load<WHOLE>(group[r], a, (u64)g + r * 32);
   for (; round >= 0; --round) {
-    u32 places[SYMBOLS] = {}, most[ROWS], least[ROWS], bits = 0;
-    bool doubt = false, doubts[ROWS];
+    if (cursor > full) {
+      out.length = (cursor - begin) / 2;
+      if (!spill(a, out, lane)) {
+        out.raw = true;
+        return;
+      }
+      cursor = begin + 2 * out.length;
+    }
+    u32 packed[ROWS], most[ROWS], least[ROWS], bits = 0, rows = 0;
 #pragma unroll
     for (int r = ROWS - 1; r >= 0; --r) {
       if (!Entry<ENTRY>::constant) walk.read(a, staged, inverse, origin, scales, r);
       if (LIMITS && ENTRY == INNER) limit = *(const uint2*)((const u8*)limits + walk.entry / 2 + 256 * r);
-      const bool anew = LIMITS || r == ROWS - 1;  // otherwise those of the rows behind are taken in
-      most[r] = anew ? 0 : most[r + 1], least[r] = anew ? ~0u : least[r + 1];
-      u32 word = DITHER ? hash(g + r * 32, low_of(a), a.high) : 0, sum[4];
-      if constexpr (RAISED<T, ENTRY, ZERO>)
-        raised_sums(group[r], inverse[0], origin[0], word, sum, most[r]);
-      else
-        sums_of<T, ZERO, DITHER>(limit.x, group[r], inverse, origin, word, sum, least[r], most[r]);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const u32 n = 4 * r + k, place = dot2(weights[n % V], sum[k], false, places[n / V]);
-        places[n / V] = ZERO && !RAISED<T, ENTRY, ZERO> && group[r].at(k) == 0.0f ? places[n / V] : place;
-      }
-      if (LIMITS) doubt |= doubts[r] = most[r] >= limit.y || (ZERO != 2 && least[r] < limit.x);
+      u32 word = DITHER ? hash(g + r * 32, low_of(a), a.high) : 0;
+      packed[r] = digits_of<T, ZERO, DITHER>(limit.x, group[r], inverse, origin, word, least[r], most[r]);
+      if (LIMITS && (most[r] >= limit.y || (ZERO != 2 && least[r] < limit.x))) rows |= 1u << r;
       if (ZERO == 2) bits |= bits_of(group[r]);
       if (ENTRY != INNER) walk.next(a);
     }
     if (ENTRY == INNER) walk.next(a);
-    u32 escaped = 0;
-    const bool negative = ZERO == 2 && (bits & SIGN<T>) != 0;
-    if (!LIMITS) doubt = most[0] >= beyond || (ZERO != 2 && least[0] < a.lowest);
-    if (__any_sync(~0u, doubt || negative || cursor > full)) {
-      if (cursor > full) {
-        out.length = (cursor - begin) / 2;
-        if (!spill(a, out, lane)) {
-          out.raw = true;
-          return;
-        }
-        cursor = begin + 2 * out.length;
-      }
-      u32 todo = 0, rows = 0;
-#pragma unroll
-      for (int r = 0; r < ROWS; ++r) {
-        if (!LIMITS) doubts[r] = most[r] >= beyond || (ZERO != 2 && least[r] < a.lowest);
-        if (negative || doubts[r]) rows |= 1u << r;
-      }
-      for (; rows; rows &= rows - 1) {
-        int r = __ffs(rows) - 1;
-        todo |= doubtful<T, ENTRY, ZERO, DITHER, WHOLE>(a, g + r * 32) << (4 * r);
-      }
-      escaped = mend<T, V, ENTRY, ZERO, DITHER, WHOLE, false>(a, round * ROWS, g, todo, places, out, lane);
-    }
     if (round) {  // there is time until they are needed
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) load<WHOLE>(group[r], a, (u64)g + r * 32 - ROWS * 32);
     }
-    uint4 e[SYMBOLS];
-    u32 unused = 0;
+    u32 escaped = 0, largest = most[0], smallest = ZERO == 2 ? a.lowest : least[0];
 #pragma unroll
-    for (int t = 0; t < SYMBOLS; ++t) {
-      e[t] = symbol_at(places[t] + symbols, table);
+    for (int r = 1; r < ROWS; ++r) {
+      largest = max(largest, most[r]);
+      if (ZERO != 2) smallest = min(smallest, least[r]);
+    }
+    const bool negative = ZERO == 2 && (bits & SIGN<T>) != 0;
+    if (__any_sync(~0u, (LIMITS ? rows != 0 : largest >= beyond || smallest < a.lowest) || negative)) {
+      u32 todo = 0;
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r)
+        if (negative || (!LIMITS && (most[r] >= beyond || (ZERO != 2 && least[r] < a.lowest)))) rows |= 1u << r;
+      for (; rows; rows &= rows - 1) {
+        int r = __ffs(rows) - 1;
+        todo |= doubtful<T, ENTRY, ZERO, DITHER, WHOLE>(a, g + r * 32) << (4 * r);
+      }
+      escaped = mend<T, ROWS, ENTRY, ZERO, DITHER, WHOLE, false>(a, start, g, todo, packed, out, lane);
+    }
+    u32 places[S], unused = 0;
+    symbols_of<V, ROWS>(packed, pairs, symbols, places);
+    uint4 e[S];
+#pragma unroll
+    for (int t = 0; t < S; ++t) {
+      e[t] = symbol_at(places[t], table);
       unused |= e[t].w;
     }
 #pragma unroll
-    for (int t = SYMBOLS - 1; t >= 0; --t) {
+    for (int t = S - 1; t >= 0; --t) {
       emit(s, cursor, e[t].y, below, (u8*)out.stream);
       s += __funnelshift_r(__umulhi(s, e[t].x), 0, e[t].w) * e[t].z + (e[t].w >> 6);
     }
     if (__any_sync(~0u, kept(unused & UNUSED) != 0)) {  // symbols without a share: the table has `fill` in their places
       u32 todo = 0;
 #pragma unroll
-      for (int t = 0; t < SYMBOLS; ++t)
+      for (int t = 0; t < S; ++t)
         if (e[t].w & UNUSED) todo |= ((1u << V) - 1) << (t * V);
-      mend<T, V, ENTRY, ZERO, DITHER, WHOLE, true>(a, round * ROWS, g, todo & ~escaped, places, out, lane);
+      mend<T, ROWS, ENTRY, ZERO, DITHER, WHOLE, true>(a, start, g, todo & ~escaped, packed, out, lane);
     }
     g -= ROWS * 32;
   }
@@ -350,14 +296,14 @@ __device__ __forceinline__ void write_staged(const Args& a, const Staged& staged
   out += 32;
   if (staged.length & 1 && lane == 0) staged.stream[staged.length] = 0;
   __syncwarp();
-  for (u32 w = lane; w < staged.spilled / 2; w += 32) out[w] = staged.spill(a)[w];
+  for (u32 w = lane; w < staged.spilled / 2; w += 32) out[w] = staged.slot[w];
   out += staged.spilled / 2;
   u32 pairs = (staged.length + 1) / 2;
   for (u32 w = lane; w < pairs; w += 32) out[w] = ((const u32*)staged.stream)[w];
   out += pairs;
-  for (u32 w = lane; w < staged.coded; w += 32) out[w] = staged.codes(a)[w];
+  for (u32 w = lane; w < staged.coded; w += 32) out[w] = staged.codes[w];
   out += staged.coded;
-  for (u32 w = lane; w < staged.lost * Type<T>::escape; w += 32) out[w] = staged.exacts(a)[w];
+  for (u32 w = lane; w < staged.lost * Type<T>::escape; w += 32) out[w] = staged.exacts[w];
 }
 
 // Where a chunk of `words` words goes: chunks lie in the order in which they are ready. Of `work` both numbers are zero
@@ -375,33 +321,15 @@ __device__ __forceinline__ u32 place_for(const Args& a, u32 words, int lane) {
   return __shfl_sync(~0u, (u32)before, 0);
 }
 
-// A chunk that is coded: its place, its head, its words.
-template <typename T, int ENTRY, int ZERO, bool DITHER>
-__device__ __forceinline__ void write_chunk(const Args& a, u32 number, Staged& staged, int lane) {
-  const Chunk chunk = numbered_chunk(a, number, a.rows * 128);
-  u32 words = 32 + (staged.spilled + staged.length + 1) / 2 + staged.coded + staged.lost * Type<T>::escape;
-  const u32 as_raw = raw_words<T>(chunk.valid);
-  staged.raw |= staged.coded > CODES || staged.lost > EXACTS || words >= as_raw;
-  if (staged.raw) words = as_raw;
-  const u32 base = place_for(a, words, lane);
-  if (lane == 0) {
-    int* head = a.heads + 3 * (u64)number;
-    head[0] = (int)base;
-    head[1] = staged.raw ? -1 : (int)(staged.spilled + staged.length);
-    head[2] = staged.raw ? 0 : (int)(staged.coded | staged.lost << 16);
-  }
-  if ((u64)base + words > a.capacity) return;
-  if (staged.raw)
-    write_restored<T, ENTRY, ZERO, DITHER>(a, chunk.start, base, words, lane);
-  else
-    write_staged<T>(a, staged, base, lane);
-}
-
-// Brings the end of a chunk near, from which it is read; there need not be one of that number.
-template <typename T> __device__ __forceinline__ void expect(const Args& a, u32 number, int lane) {
-  const Chunk chunk = numbered_chunk(a, number, a.rows * 128);
-  if (128u * (lane + 1) <= chunk.valid * sizeof(T))
-    prefetch((const T*)a.x + chunk.start + chunk.valid - 128 / sizeof(T) * (lane + 1));
+// The chunk of a warp, found anew each time: no register has to be kept for it.
+__device__ __forceinline__ Chunk own_chunk(const Args& a, int warp) {
+#ifdef __CUDA_ARCH__
+  u32 block;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+#else
+  u32 block = blockIdx.x;
+#endif
+  return numbered_chunk(a, block * 8 + warp, a.rows * 128);
 }
 
 template <typename T, int V, int ROWS, int ENTRY, int ZERO, bool DITHER>
@@ -411,9 +339,9 @@ __global__ void __launch_bounds__(256, 4) rans_encode(const Args a) {
   extern __shared__ __align__(16) u32 dynamic[];
   float* scales = (float*)dynamic;
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-  // Blocks go through the chunks in turns. Those that are left over for a last turn are shared by all blocks.
-  u32 number = warp * gridDim.x + blockIdx.x;
-  expect<T>(a, number, lane);
+  Chunk chunk = own_chunk(a, warp);
+  if (128u * (lane + 1) <= chunk.valid * sizeof(T))  // it is read from its end
+    prefetch((const T*)a.x + chunk.start + chunk.valid - 128 / sizeof(T) * (lane + 1));
   stage<ENTRY, ROWS>(a, scales, Scales<ENTRY>{a, a.origin});
   stage_limits<T, V, ENTRY, ZERO, ROWS>(a, (uint2*)(scales + staged_words<ENTRY, ROWS>(a)));
   {
@@ -429,18 +357,30 @@ __global__ void __launch_bounds__(256, 4) rans_encode(const Args a) {
     }
     __syncthreads();
   }
-  // From here on every warp goes its own way.
+  chunk = own_chunk(a, warp);
+  if (!chunk.valid) return;  // from here on every warp goes its own way
   u32* own = dynamic + staged_words<ENTRY, ROWS>(a) + limit_words<T, V, ENTRY, ROWS>(a);
   own += warp * (a.stage / 2 + CODES + EXACTS * Type<T>::escape);
-  for (; number < a.chunks; number += 8 * gridDim.x) {
-    expect<T>(a, number + 8 * gridDim.x, lane);
-    const Chunk chunk = numbered_chunk(a, number, a.rows * 128);
-    Staged staged = {(u16*)own, 0, 0, 0, 0, 0, 0, false};
-    if (chunk.valid == a.rows * 128 && aligned(a.x, sizeof(T) * 4))
-      encode_chunk<T, V, ROWS, ENTRY, ZERO, DITHER, true>(a, chunk.start, table, scales, staged, lane);
-    else
-      encode_chunk<T, V, ROWS, ENTRY, ZERO, DITHER, false>(a, chunk.start, table, scales, staged, lane);
-    write_chunk<T, ENTRY, ZERO, DITHER>(a, number, staged, lane);
-    __syncwarp();  // its stage is free again
+  Staged staged = {(u16*)own, own + a.stage / 2, own + a.stage / 2 + CODES, 0, 0, 0, 0, 0, 0, false};
+  if (chunk.valid == a.rows * 128 && aligned(a.x, sizeof(T) * 4))
+    encode_chunk<T, V, ROWS, ENTRY, ZERO, DITHER, true>(a, chunk.start, table, scales, staged, lane);
+  else
+    encode_chunk<T, V, ROWS, ENTRY, ZERO, DITHER, false>(a, chunk.start, table, scales, staged, lane);
+  chunk = own_chunk(a, warp);
+  u32 words = 32 + (staged.spilled + staged.length + 1) / 2 + staged.coded + staged.lost * Type<T>::escape;
+  const u32 as_raw = raw_words<T>(chunk.valid);
+  staged.raw |= staged.coded > CODES || staged.lost > EXACTS || words >= as_raw;
+  if (staged.raw) words = as_raw;
+  const u32 base = place_for(a, words, lane);
+  if (lane == 0) {
+    int* head = a.heads + 3 * (u64)chunk.number;
+    head[0] = (int)base;
+    head[1] = staged.raw ? -1 : (int)(staged.spilled + staged.length);
+    head[2] = staged.raw ? 0 : (int)(staged.coded | staged.lost << 16);
   }
+  if ((u64)base + words > a.capacity) return;
+  if (staged.raw)
+    write_restored<T, ENTRY, ZERO, DITHER>(a, chunk.start, base, words, lane);
+  else
+    write_staged<T>(a, staged, base, lane);
 }
