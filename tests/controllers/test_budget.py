@@ -231,7 +231,8 @@ def test_the_first_bounds_are_cautious_and_nothing_is_exact():
     budget = Budget()
     assert budget.bound(Site("a", "addmm", "mat1"), LINEAR) == BoundRule(0.1, "std")
     loss = Need(Kind.VALUES, "", family="log_probability")
-    assert budget.bound(Site("l", "log_softmax", "result"), loss) == BoundRule(0.02)
+    assert budget.bound(Site("l", "log_softmax", "result"), loss) == BoundRule(_levels.quantise(0.02 * math.sqrt(3)))
+    assert Budget(memory=0.5).bound(Site("l", "log_softmax", "result"), loss) == BoundRule(_levels.quantise(0.02))
     assert Budget(warm_up="0.3 std").bound(Site("a", "addmm", "mat1"), LINEAR) == BoundRule(0.3, "std")
 
 

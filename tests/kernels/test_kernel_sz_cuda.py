@@ -325,6 +325,15 @@ def test_codes_within_the_reach_are_no_escapes(shape: tuple[int, int]) -> None:
 
 
 @requires_compiler
+@pytest.mark.parametrize("middle", [-300.0, 1900.0])
+def test_codes_far_from_zero_have_digits(middle: float) -> None:
+    """As those of log-probabilities: no escapes."""
+    x, instance = 10 * torch.randn(40000) + middle, Instance(F32, TENSOR, "rans", values=1)
+    got = check(x, instance.codec, instance.plan(x, Bound.absolute(0.5)))
+    assert 32 * got.nbytes / x.nbytes < 6.2 and not bool(got.tensors["heads"][2::3].any())
+
+
+@requires_compiler
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_more_escapes_than_a_warp_can_stage_make_a_raw_chunk(dtype: torch.dtype) -> None:
     """As many codes and values as are staged fit; one more of either does not, although the codec would still code the

@@ -93,7 +93,7 @@ def _fit(codes: Tensor) -> rans.Model | None:
     start = torch.arange(pieces, device=codes.device) * (codes.numel() // pieces)
     index = (start.unsqueeze(1) + torch.arange(rans_fit.PIECE, device=codes.device)).flatten() % codes.numel()
     sample = codes[index].short().cpu().clamp_(max=rans.ZERO_CODE - 1)
-    model = rans_fit.fit(sample, codes.numel(), zero_code=False)
+    model = rans_fit.fit(sample, codes.numel(), zero_code=False, lasts=False)
     if model.bits > _MOST_BITS:
         return None
     return rans.Model(model.alphabet, model.freqs.to(codes.device), model.bits)

@@ -25,8 +25,10 @@ SAMPLE_ROWS = 3  # rows that hold whole symbols, whatever their size
 PIECE = SAMPLE_ROWS * ROW
 LARGEST = {4: 4, 3: 6, 2: 16, 1: 256}  # alphabets
 _SIZES = (*range(2, 17), *range(20, 65, 4), *range(80, 257, 16))
-_EDGE = 256  # in either direction: no alphabet reaches as far
+_EDGE = 256  # in either direction, from zero or from where most codes are: no alphabet reaches as far
+_FAR = 0.01  # of all values that lie beyond
 _ZERO = ZERO_CODE + _EDGE  # the place of "exactly zero" where codes are counted from -_EDGE
+_LEAST = 2.0**-21  # the share of a symbol of one value that the sample does not have
 _ESCAPE_BITS = 32
 _STATE_BITS = 24  # a lane: of the 32 that are stored, about 8 carry symbols
 _MIXED = 0.03  # of shares: as if values were independent, for symbols that a sample has missed
@@ -34,15 +36,16 @@ _FEWEST_ROWS, _MANY_CHUNKS = 32, 2048
 _MANY_ESCAPES = {4: 2e-4, 3: 2e-4, 2: 4e-3}  # of all values: a lane that meets one keeps its warp waiting
 
 
-def fit(codes: Tensor, count: int, before: Model | None = None, *, zero_code: bool) -> Model:
+def fit(codes: Tensor, count: int, before: Model | None = None, *, zero_code: bool, lasts: bool = True) -> Model:
     """The model for tensors of ``count`` values of which ``codes`` are a sample, in pieces of 384, on the CPU.
 
     ``ZERO_CODE`` among them is an exact zero; without a code of its own it is coded like any other code 0. More values
     a symbol are faster and fewer can be smaller: the most that cost at most 2 % over the least. As many as ``before``
     if that still does as well as it did: each number of values has kernels of its own to compile. And its very alphabet
-    if another would gain less than 1 %: a captured graph can change its shares, but not its alphabet.
+    if another would gain less than 1 %: a captured graph can change its shares, but not its alphabet. ``lasts``: it is
+    for tensors to come as well.
     """
-    sample = Sample(codes, zero_code)
+    sample = Sample(codes, zero_code, lasts=lasts)
     if before is not None:
         model = sample.follow(before.alphabet, count)
         if model.bits <= before.bits * 1.1:
@@ -56,16 +59,24 @@ def fit(codes: Tensor, count: int, before: Model | None = None, *, zero_code: bo
 class Sample:
     """Codes that have been counted."""
 
-    def __init__(self, codes: Tensor, zero_code: bool) -> None:
-        self._places = codes.clamp(min=-_EDGE).add_(_EDGE)
-        self._zero_code = zero_code
+    def __init__(self, codes: Tensor, zero_code: bool, *, lasts: bool = True) -> None:
+        self._zero_code, self._lasts = zero_code, lasts
         self._count = codes.numel()
+        self._windows: list[tuple[int, int, float]] = []
+        self._middle = 0  # what places are counted from
+        self._take(codes)
+        if not zero_code and 1.0 - sum(self._shares) > _FAR:
+            codes = codes.masked_fill(codes == ZERO_CODE, 0)
+            self._middle = int(codes.median())
+            self._take(codes - self._middle)
+
+    def _take(self, codes: Tensor) -> None:
+        self._places = codes.clamp(min=-_EDGE).add_(_EDGE)
         counts = torch.bincount(self._places, minlength=_ZERO + 1)
         self._shares = [times / self._count for times in counts[1 : 2 * _EDGE].tolist()]  # of codes from 1 - _EDGE on
         self._zeros = int(counts[_ZERO]) / self._count
-        if not zero_code:
+        if not self._zero_code:
             self._shares[_EDGE - 1] += self._zeros
-        self._windows: list[tuple[int, int, float]] = []
 
     def follow(self, before: Alphabet, count: int) -> Model:
         """With as many values a symbol, and with that very alphabet if it suits and takes hardly more than the best."""
@@ -88,6 +99,9 @@ class Sample:
             for size, low, left_out in self._windows
             if size <= largest
         )
+        if values == 1 and self._lasts:  # codes move on before the next fit, and digits to spare cost next to nothing
+            spare = min(size, largest - size)
+            size, low = size + spare, low if self._zero_code else low - spare // 2
         alone = self._alone(size, low)
         return Alphabet(values, size, low, self._zero_code, alone.index(max(alone)), _rows(values, count))
 
@@ -99,7 +113,7 @@ class Sample:
         sums = torch.tensor([0.0, *accumulate(self._shares)], dtype=torch.float64, device="cpu")
         inside, start = (sums[_ends(self._zero_code)] - sums).max(1)
         within, found = sum(self._shares), zip(_SIZES, inside.tolist(), start.tolist(), strict=True)
-        return [(size, first + 1 - _EDGE, within - share) for size, share, first in found]
+        return [(size, first + 1 - _EDGE + self._middle, within - share) for size, share, first in found]
 
     def outside(self, alphabet: Alphabet) -> float:
         """The share of values without a digit."""
@@ -107,7 +121,8 @@ class Sample:
 
     def _alone(self, size: int, low: int) -> list[float]:
         """The share of each digit."""
-        first, last = low + _EDGE - 1, low + _EDGE - 1 + size - self._zero_code
+        first = low - self._middle + _EDGE - 1
+        last = first + size - self._zero_code
         inside = self._shares[max(first, 0) : max(last, 0)]
         alone = [0.0] * max(-first, 0) + inside if first < 0 else inside
         alone = [self._zeros, *alone] if self._zero_code else alone
@@ -118,7 +133,7 @@ class Sample:
         values, alone = alphabet.values, self._alone(alphabet.size, alphabet.low)
         outside = max(1.0 - sum(alone), 0.0)
         alone[alphabet.fill] += outside
-        share = alone
+        share = [max(part, _LEAST) for part in alone] if values == 1 and self._lasts else alone
         if values > 1:
             for _ in range(values - 1):  # digit 0 varies fastest
                 share = [digit * rest for digit in alone for rest in share]
@@ -140,7 +155,7 @@ class Sample:
         size, values = alphabet.size, alphabet.values
         digit_at = bytearray([alphabet.fill]) * (_ZERO + 1)
         for digit in range(int(alphabet.zero), size):
-            if 0 < (place := alphabet.low + _EDGE + digit - alphabet.zero) < 2 * _EDGE:
+            if 0 < (place := alphabet.low - self._middle + _EDGE + digit - alphabet.zero) < 2 * _EDGE:
                 digit_at[place] = digit
         digit_at[_ZERO] = 0 if alphabet.zero else digit_at[_EDGE]
         digits = torch.frombuffer(digit_at, dtype=torch.uint8).index_select(0, self._places.int())

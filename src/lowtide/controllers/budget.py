@@ -94,7 +94,7 @@ class Budget(Adaptive):
         return Wish(noise=True, spread=True)
 
     def _start(self, family: str) -> BoundRule:
-        return BoundRule(_LOG_PROBABILITY) if family == "log_probability" else self._first
+        return self._assumed(family) if family == "log_probability" else self._first
 
     def _share(self, claim: Claim) -> float | None:
         if self.memory is not None:
@@ -141,7 +141,7 @@ class Budget(Adaptive):
             if gain > 0:
                 limit = min(limit, shares[group[0].site] / gain)
             is_known = any(site.claims for site in group)
-            rule = self._rule(group[0], limit) if is_known else self._assumed(group[0])
+            rule = self._rule(group[0], limit) if is_known else self._assumed(group[0].family)
             if rule is not None:
                 rules.update(dict.fromkeys((site.site for site in group), rule))
         return rules
@@ -202,9 +202,9 @@ class Budget(Adaptive):
             return Keep(f"its share of noise asks for a bound too fine to save memory ({value:.2g})")
         return BoundRule(value, site.unit)
 
-    def _assumed(self, site: SiteStatistics) -> BoundRule:
-        factor = math.sqrt(self.noise / _NORMAL)
-        if site.family == "log_probability":
+    def _assumed(self, family: str) -> BoundRule:
+        factor = math.sqrt(self.noise / _NORMAL) if self.memory is None else 1.0
+        if family == "log_probability":
             return BoundRule(_levels.quantise(_LOG_PROBABILITY * factor))
         return BoundRule(_levels.quantise(min(_ASSUMED * factor, 1.0)), "std")
 
