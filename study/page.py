@@ -12,11 +12,12 @@ import argparse
 import csv
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from drawing import Line, draw
 from experiments import Experiment
+from measured import markdown, sections
 from summaries import Outcome, Summary, mean_curve, summarize_table
 
 from lowtide.app.compare.student import Estimate
@@ -32,8 +33,9 @@ _PICTURES = ("cifar10", "imagefolder")
 _INTRODUCTION = """# Results
 
 Made by `python study/page.py`; do not edit. Every number comes from the files in [study/results](../study/results),
-those marked *published* from [study/literature.csv](../study/literature.csv). The tables are what `study/*.toml` say,
-trained by `python study/run.py study/*.toml --data DATA`; what [has not been run](#not-run-yet) is listed below.
+those about single steps from [benchmarks/results](../benchmarks/results), and those marked *published* from
+[study/literature.csv](../study/literature.csv). The tables are what `study/*.toml` say, trained by
+`python study/run.py study/*.toml --data DATA`; what [has not been run](#not-run-yet) is listed below.
 """
 _GOAL = f"""Asked of `budget` as it comes, on each CIFAR-10 net: mean accuracy within {CLOSE:g} points of that of plain
 training, or an interval of the difference that holds zero and is no wider than {NARROW:g}; inputs of convolutions at
@@ -82,6 +84,7 @@ def make(study: Path) -> dict[str, str]:
         _introduction(tables),
         _default(tables),
         _poster(tables, study / "literature.csv"),
+        *sections(study.parent / "benchmarks" / "results"),
         *(_table(table) for table in tables if table.rows),
         _harm(tables),
         _missing(tables),
@@ -118,7 +121,7 @@ def _default(tables: Sequence[Summary]) -> Iterator[str]:
         cells += [_times(outcome.mean("conv_ratio_fp32_mean")), _times(outcome.mean("ratio_fp32_mean"))]
         rows.append([table.experiment.title, *cells, verdict])
     heads = ["", "plain", "budget", "difference", "95 % interval", "convolutions", "all saved", "what was asked"]
-    yield from _markdown(heads, rows) if rows else [f"{MISSING.capitalize()}."]
+    yield from markdown(heads, rows) if rows else [f"{MISSING.capitalize()}."]
 
 
 def judge(table: Summary) -> str:
@@ -160,7 +163,7 @@ def _poster(tables: Sequence[Summary], literature: Path) -> Iterator[str]:
             ratio = f"{line['ratio']}x" if line["ratio"] else ""
             cells = [line["method"], f"{line['data']}, {line['net']}", *given, ratio]
             rows.append([*cells, f"*published*: {line['source']}"])
-    yield from _markdown(["", "", "plain %", "compressed %", "float32", "held", "ratio", "from"], rows)
+    yield from markdown(["", "", "plain %", "compressed %", "float32", "held", "ratio", "from"], rows)
 
 
 def _table(table: Summary) -> Iterator[str]:
@@ -183,7 +186,7 @@ def _table(table: Summary) -> Iterator[str]:
         rows.append([_name(outcome), *cells, *([_number(outcome.speed, "{:.0f}")] if has_speeds else [])])
     unit = "test loss" if metric == "loss" else "accuracy %"
     heads = ["", "runs", unit, "difference", "95 % interval", "convolutions, fp32", "all saved, fp32", "own dtype"]
-    yield from _markdown([*heads, "held", "peak", *(["samples/s"] if has_speeds else [])], rows)
+    yield from markdown([*heads, "held", "peak", *(["samples/s"] if has_speeds else [])], rows)
     yield ""
     results, name = "../study/results", experiment.name
     yield f"![{metric.capitalize()} and ratios over the epochs, means over the seeds](../study/figures/{name}.svg)"
@@ -294,13 +297,6 @@ def _figure(table: Summary, results: Path) -> str:
 
 def _short(value: float) -> str:
     return f"{value:.4g}"
-
-
-def _markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    yield f"| {' | '.join(heads)} |"
-    yield f"|{'---|' * len(heads)}"
-    for row in rows:
-        yield f"| {' | '.join(row)} |"
 
 
 def _name(outcome: Outcome) -> str:
