@@ -100,7 +100,7 @@ class Sample:
             if size <= largest
         )
         if values == 1 and self._lasts:  # codes move on before the next fit, and digits to spare cost next to nothing
-            spare = min(size, largest - size)
+            spare = min(2 * size, largest - size)
             size, low = size + spare, low if self._zero_code else low - spare // 2
         alone = self._alone(size, low)
         return Alphabet(values, size, low, self._zero_code, alone.index(max(alone)), _rows(values, count))
