@@ -17,8 +17,8 @@ Noise is the mean square of what is added to the gradient, over the variance of 
 _TIME = """Steps at equal batch, replayed as CUDA graphs, so that none of them waits for the host; the rows of one run
 ([graphs.md](graphs.md)), early in training: in bf16 tables were still being fitted in the steps that were timed. `bold`
 and `careful` are `fixed` with 1.0 and 0.4 standard deviations."""
-_BATCH = """The largest batch within a memory limit, and what it processes: the newest row of each method
-([growth.md](growth.md)). No rival has been grown yet."""
+_BATCH = """The largest batch within a memory limit, and what it processes: the newest row of each method, beside plain
+training of its own run ([growth.md](growth.md)). No rival has been grown yet."""
 
 
 def read(path: Path) -> list[Row]:
@@ -76,7 +76,7 @@ def at_equal_memory(rows: Sequence[Row]) -> Iterator[str]:
     """What larger batches buy."""
     newest: dict[tuple[str, ...], Row] = {}
     for row in rows:
-        if row["units_per_s"]:
+        if row["units_per_s"] and row["batch_x_plain"]:
             key = tuple(row[name] for name in ("model", "precision", "channels_last", "cap", "granularity", "method"))
             newest[key] = row
     groups: dict[tuple[str, ...], list[Row]] = {}
@@ -84,16 +84,11 @@ def at_equal_memory(rows: Sequence[Row]) -> Iterator[str]:
         groups.setdefault(key[:-1], []).append(row)
     cells = []
     for group in (group for group in groups.values() if len(group) > 2):
-        plain = next(row for row in group if row["method"] == "plain")
         for row in sorted(group, key=lambda row: int(row["batch"])):
-            batch, speed = int(row["batch"]), float(row["units_per_s"])
-            times = (
-                f"{batch / int(plain['batch']):.1f}x",
-                f"{speed:,.0f}",
-                f"{speed / float(plain['units_per_s']):.2f}x",
-            )
+            times = f"{float(row['batch_x_plain']):.1f}x", f"{float(row['speed_x_plain']):.2f}x"
             what = f"{row['model']}, {row['precision']}, {row['cap']}"
-            cells.append([what, f"`{row['method']}`", str(batch), *times, row["revision"][:8]])
+            numbers = row["batch"], times[0], f"{float(row['units_per_s']):,.0f}", times[1]
+            cells.append([what, f"`{row['method']}`", *numbers, row["revision"][:8]])
     if cells:
         yield from ("## What larger batches buy", "", _BATCH, "")
         heads = ["", "method", "batch", "of plain's", "samples/s", "of plain's", "revision"]

@@ -250,7 +250,7 @@ class Pipeline:
 
     def _look_for_mask(self, site: Site, need: Need, raw: Tensor) -> Need:
         """Dropout on the CPU multiplies by a float mask: zeros and one other value are a bit each, exactly."""
-        if self._recording is not None and self._recording.is_capturing and self.sites.may_be_mask(site):
+        if self._is_capturing and self.sites.may_be_mask(site):
             return dataclasses.replace(need, kind=Kind.EXACT, why=_NOT_LOOKED_AT, two_valued=False)
         if self.sites.may_be_mask(site) and raw.numel():
             other = float(raw.abs().amax())
@@ -277,8 +277,7 @@ class Pipeline:
             x = raw if entry.spec is recipe.spec else _view(raw, recipe.spec)
             if not recipe.is_dense:
                 x = packed(x)
-            is_captured = self._recording is not None and self._recording.is_capturing
-            stored = self._record(x, recipe, handle) if is_captured else self._store(x, recipe, handle)
+            stored = self._record(x, recipe, handle) if self._is_capturing else self._store(x, recipe, handle)
             if stored is None:
                 self._keep(handle, entry, raw, _NOT_KNOWN)
                 return
@@ -432,8 +431,7 @@ class Pipeline:
 
     def note(self, handle: Handle, entry: Entry, codec: str, reason: str, bound: str, held: int) -> None:
         assert handle.site is not None and handle.need is not None
-        site, record = handle.site, entry.record
-        raw, record.unclaimed = record.unclaimed, 0
+        site, raw = handle.site, entry.record.claim()
         self.ledger.record(site.name, site.module, handle.need.kind._value_, codec, reason, bound, raw, held)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.codecs.sz import Sz
 from lowtide.policies.rules import Policy
-from lowtide.records import Kind, Need, TensorSpec
+from lowtide.records import Encoded, Kind, Need, TensorSpec
 
 
 class _Applied(nn.Module):
@@ -31,6 +33,21 @@ class _Applied(nn.Module):
 def build() -> Callable[..., nn.Module]:
     """``build(lambda self, x: self.a(x).tanh(), a=nn.Linear(4, 4))``: a module whose forward is that function."""
     return lambda function, **children: _Applied(function, children)
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Tensor]]:
+    """What ``sz`` has decoded, as long as somebody holds it."""
+    found: list[weakref.ref[Tensor]] = []
+    decode = Sz.decode
+
+    def watched(self: Sz, encoded: Encoded) -> Tensor:
+        tensor = decode(self, encoded)
+        found.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(Sz, "decode", watched)
+    return found
 
 
 @pytest.fixture

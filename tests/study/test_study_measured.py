@@ -52,17 +52,18 @@ def test_steps_are_those_of_graphs():
     ]
 
 
-def test_batches_are_compared_with_the_newest_of_plain_training():
-    def grown(method: str, batch: int, speed: float) -> dict[str, str]:
+def test_batches_are_beside_plain_training_of_their_own_run():
+    def grown(method: str, batch: int, speed: float, batch_x: float, speed_x: float) -> dict[str, str]:
         row = {"model": "net", "precision": "tf32", "channels_last": "True", "cap": "16GiB", "granularity": "32"}
-        return row | {"method": method, "batch": str(batch), "units_per_s": str(speed), "revision": "abcdef1"}
+        row |= {"method": method, "batch": str(batch), "units_per_s": str(speed), "revision": "abcdef1"}
+        return row | {"batch_x_plain": str(batch_x), "speed_x_plain": str(speed_x)}
 
-    rows = [grown("plain", 100, 900.0), grown("plain", 160, 1000.0), grown("bold", 800, 600.0)]
+    rows = [grown("plain", 100, 900, 1, 1), grown("plain", 160, 1000, 1, 1), grown("bold", 800, 600, 5, 0.6)]
     assert list(at_equal_memory(rows)) == [], "two are no comparison"
-    found = cells(list(at_equal_memory([*rows, grown("checkpoint", 320, 750.0)])))
+    found = cells(list(at_equal_memory([*rows, grown("checkpoint", 320, 750, 3.2, 0.8333)])))
     assert [row[2:6] for row in found] == [
         ["160", "1.0x", "1,000", "1.00x"],
-        ["320", "2.0x", "750", "0.75x"],
+        ["320", "3.2x", "750", "0.83x"],
         ["800", "5.0x", "600", "0.60x"],
     ]
 

@@ -250,9 +250,7 @@ class Deduplicator:
 
     def entry(self, tensor: Tensor, extent: Extent, version: int) -> Entry:
         """The entry for the memory that ``tensor`` covers: dense views of one stretch share it whatever their shape."""
-        storage = tensor.untyped_storage()
-        ref: Any = self._records.get(storage._cdata)
-        record = (ref() if ref is not None else None) or self._add(storage)
+        record = self.record_of(tensor.untyped_storage())
         key = (tensor.storage_offset(), extent, version)
         ref = record.entries.get(key)
         entry = ref() if ref is not None else None

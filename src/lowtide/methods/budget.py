@@ -40,7 +40,9 @@ class Budget:
     @property
     def joins(self) -> bool | None:
         """Whether pairs share a payload; None where ``remake`` has to say so."""
-        return (self.memory is None or None) if self.pairs is None else self.pairs
+        if self.pairs is None and self.memory is None:
+            return True
+        return self.pairs
 
     def values(self) -> Codec:
         return codecs.create("sz", rounding=self.rounding, coder=self.coder)
