@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from no_waiting import no_waiting
-from test_graphs_cuda import FAMILIES, PRECISIONS, WARMUP, Run, distance, patiently, warm_up
+from test_graphs_cuda import FAMILIES, PRECISIONS, WARMUP, Run, distance, make_step, train_in_flat_memory, warm_up
 from torch import Tensor, nn
 
 import lowtide
@@ -191,14 +191,6 @@ def test_a_boundary_that_does_not_fit_is_found_and_the_step_repeated_eagerly() -
             net[1].weight.fill_(1)
     tides = [lowtide.attach(net, "recompute", boundary=0.05, min_size=0) for net in (model, other)]
 
-    def make_step(net: nn.Module) -> Kind:
-        def step(x: Tensor) -> Tensor:
-            loss = net(x).square().mean()
-            loss.backward()
-            return loss
-
-        return step
-
     step = tides[0].graph(make_step(model), warmup=WARMUP, refresh=64)
     x = torch.randn(512, 64, device="cuda")
     while not step.replays:
@@ -273,23 +265,8 @@ def test_what_a_graph_holds() -> None:
 
 @PRECISIONS
 def test_memory_does_not_grow(bf16: bool) -> None:
-    torch.use_deterministic_algorithms(False)
-    run = Run("vit_b_16", bf16=bf16, batch=32, dropout=0.1)
-    optimizer = torch.optim.SGD(run.model.parameters(), 0.01, momentum=0.9)
-    tide = run.attach("recompute", optimizer=optimizer)
-    step = tide.graph(run.step, warmup=WARMUP, refresh=16)
-    one, seen = patiently(tide, step), []
-    for number in range(120):
-        optimizer.zero_grad()
-        one(*run.batch())
-        optimizer.step()
-        if number >= 30:
-            torch.cuda.synchronize()
-            seen.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
-    half = len(seen) // 2
-    assert max(item[0] for item in seen[half:]) <= 1.01 * max(item[0] for item in seen[:half])
-    assert max(item[1] for item in seen[half:]) <= 1.05 * max(item[1] for item in seen[:half])
-    assert step.captures + step.renewals >= 5 and step.replays >= 80 and not step._strays
+    tide, step = train_in_flat_memory(Run("vit_b_16", bf16=bf16, batch=32, dropout=0.1), "recompute")
+    assert not step._strays
     tide.detach()
 
 
