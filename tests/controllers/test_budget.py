@@ -187,9 +187,11 @@ def test_the_scale_of_a_norm_and_the_weight_below():
 
 
 def test_without_a_formula_a_multiple_of_the_spread():
-    query = site("q:scaled_dot_product.query", (), family="attention")
-    assert settled(query)._rules[query.site] == BoundRule(_levels.quantise(0.3), "std")
-    assert settled(query, noise=0.04)._rules[query.site] == BoundRule(_levels.quantise(0.6), "std")
+    cube = site("p:pow.self", (), family="pointwise")
+    assert settled(cube)._rules[cube.site] == BoundRule(_levels.quantise(0.3), "std")
+    assert settled(cube, noise=0.04)._rules[cube.site] == BoundRule(_levels.quantise(0.6), "std")
+    query = site("q:flash_attention.query", (), family="attention")
+    assert settled(query)._rules[query.site] == BoundRule(_levels.quantise(0.05), "std")
     loss = site("l:log_softmax.result", (), family="log_probability")
     assert settled(loss)._rules[loss.site] == BoundRule(_levels.quantise(0.02))
 
@@ -375,3 +377,23 @@ def test_the_report_tells_it_all():
     kept = {entry.name: entry.reason for entry in report.sites if entry.codec == "kept"}
     assert "safety net" in kept["4:addmm.mat1"]
     tide.detach()
+
+
+def test_attention_has_a_share_of_its_own():
+    """However deep the net: what many blocks add does not make each of them finer."""
+    claim = Claim(PROPAGATED, 2.0, 1.0)
+    alone = settled(site("q:flash.query", (claim,), family="attention", std=10.0))
+    many = [site(f"q{n}:flash.query", (claim,), family="attention", std=10.0) for n in range(12)]
+    together = settled(*many)
+    assert value(together, "q5:flash.query") == value(alone, "q:flash.query")
+    expected = _levels.bound_for(0.01 / 16 / 2.0, "float32")
+    assert value(alone, "q:flash.query") == pytest.approx(expected, rel=0.2)
+
+
+def test_the_first_statistics_may_ask_for_far_finer_bounds_at_once():
+    budget = Budget(noise=0.01, period=2, checks=0)
+    harsh = site("a:addmm.mat1", (Claim(WEIGHT, 1e3, 1.0),), std=1.0)
+    budget.bound(Site("a", "addmm", "mat1"), LINEAR)
+    feed(budget, 0, harsh)
+    left = 0.5  # of the energy: the noise under the bound of the warm-up was larger than that
+    assert value(budget) == pytest.approx(_levels.bound_for(0.75 * 0.01 * left / 1e3, "float32"), rel=0.2)

@@ -15,6 +15,7 @@ first order. gY is the gradient that arrives, gX the one that goes on.
 | layer, RMS, group norm | input | sum over rows of r^2 / D * ((h . xhat)^2 (1 + 2 / D) + |h|^2), h = gY * scale |
 | pointwise f | input | mean f''(x)^2 * |gY|^2 |
 | product | other factor | |gY|^2 (times the inner size for batched matrices) |
+| attention, softmax | inputs | see ``attention.py`` |
 
 Bounds of norm inputs are multiples of the spread 1 / r of each channel or row, and so is e in their rows: r drops out.
 
@@ -35,6 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowtide import bounds
+from lowtide.capture import attention
 from lowtide.capture.producer import ROWS, Producer
 from lowtide.capture.sums import Arrived, count_nonzero, square, working
 from lowtide.records import Site
@@ -87,6 +89,11 @@ def probes(site: Site, family: str, node: Any, x: Tensor, below: Producer | None
     if (op, field) in _CURVATURES:
         curvature = _mean_curvature(_CURVATURES[op, field], node, x)
         return [Probe(PROPAGATED, 0, lambda _, gy: gy.square() * curvature)]
+    if attention.is_attention(op, field):
+        measure = attention.measure_attention(node, field)
+        return [] if measure is None else [Probe(PROPAGATED, attention.edge_of(node), measure)]
+    if op in ("softmax", "safe_softmax") and field == "result":
+        return [Probe(PROPAGATED, 0, attention.measure_softmax(node, x))]
     if family == "product" and (op, field) in _PRODUCTS:
         share = count_nonzero(x) / max(x.numel(), 1)
         edge, factor = _PRODUCTS[op, field], _inner(op, field, node, x)

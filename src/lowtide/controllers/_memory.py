@@ -107,10 +107,13 @@ class Memory:
         return self._nbytes / ledger.raw_peak if ledger.raw_peak else 1.0
 
     def _cost(self, group: list[SiteStatistics], count: int = 0) -> float:
-        """Noise per squared ratio: weights as their mean, what propagates as half of its sum, scales as a tenth."""
+        """Noise per squared ratio: weights as their mean, what propagates as half of its sum, scales as a tenth.
+
+        What attention adds to the gradients of queries, keys and values counts as what a weight's own input adds.
+        """
         weights = sum(1 for site in self._sites.values() if site.claim("weight") is not None) or 1
         scales = sum(1 for site in self._sites.values() if site.claim(SCALE) is not None) or 1
-        parts = {PROPAGATED: 0.5, SCALE: 0.1 / scales}
+        parts = {PROPAGATED: 1 / weights if group[0].family == "attention" else 0.5, SCALE: 0.1 / scales}
         gain = sum(claim.gain * parts.get(claim.kind, 1 / weights) for site in group for claim in site.claims)
         if not any(site.claims for site in group):
             return _ASSUMED / max(count, 1)

@@ -149,7 +149,8 @@ class Bits:
 
     def _costs(self, sites: Mapping[str, SiteStatistics]) -> dict[str, float]:
         """Added variance of all weight gradients together, if a step were the whole range."""
-        energy = sum(claim.energy for site in sites.values() for claim in site.claims if claim.kind == WEIGHT)
+        energies = [claim.energy for site in sites.values() for claim in site.claims if claim.kind == WEIGHT]
+        energy = sum(energies)
         typical = {}
         for unit in {site.unit for site in sites.values()}:
             known = [self._factors[name] for name, site in sites.items() if site.unit == unit and name in self._factors]
@@ -157,7 +158,10 @@ class Bits:
         below = _below(sites.values())
         costs = {}
         for name, site in sites.items():
-            reach = sum(claim.gain * energy if claim.kind == PROPAGATED else claim.sensitivity for claim in site.claims)
+            onward = (
+                energy / (len(energies) or 1) if site.family == "attention" else energy
+            )  # one weight's, or all of it
+            reach = sum(claim.gain * onward if claim.kind == PROPAGATED else claim.sensitivity for claim in site.claims)
             scale = site.claim(SCALE)
             if scale is not None and "batch_norm" in site.op and site.claim(BELOW) is None:
                 reach += below * scale.sensitivity

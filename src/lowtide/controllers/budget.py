@@ -29,8 +29,10 @@ from lowtide.statistics import BELOW, PROPAGATED, SCALE, Claim, SiteStatistics, 
 __all__ = ["Budget"]
 
 _ASSUMED = 0.3  # std: where no sensitivity is known, the bound that is taken to use up the share at noise = 0.01
+_ASSUMED_ATTENTION = 0.05  # the same where errors are exponents: those of scores as large as 6 stay below 0.4
 _LOG_PROBABILITY = 0.02  # absolute: 2 % of the probability, at noise = 0.01
 _NORMAL = 0.01
+_OF_ATTENTION = 1 / 16  # of the noise, for each of the four tensors that attention saves
 _UNKNOWN_BELOW = 0.3  # of the share of a batch norm's scale, where the layer below is not known
 
 
@@ -43,6 +45,8 @@ class Budget(Adaptive):
     - ``propagated`` is what all sites together may add to gradients that go on to the layers below (norms, pointwise
       functions, products); ``noise`` if it is None. It adds up on the way down, so that the lowest layer sees all of
       it and the others a part.
+    - Attention's queries, keys, values and outputs may add the remaining quarter to the gradients of queries, keys and
+      values, and so to that of the weight that makes them.
     - ``scale`` is the share for the scales of norms, which are few and carry little of the gradient; ten times
       ``noise`` if it is None.
 
@@ -52,13 +56,14 @@ class Budget(Adaptive):
     would.
 
     Measured in steps 0, 2, 4, 8, ... and then every ``period``. Until a site was measured, and where no formula is
-    known for an op (attention, softmax), bounds are cautious multiples of the standard deviation: ``warm_up`` ("0.1
-    std", with ``memory`` "0.4 std"), and 0.3 std times sqrt(noise / 0.01). Nothing is held exactly just because it is
-    new, so that memory has no spike at the start.
+    known for an op, bounds are cautious multiples of the standard deviation: ``warm_up`` ("0.1 std", with ``memory``
+    "0.4 std"), and 0.3 std (attention of a kind that is not known: 0.05 std) times sqrt(noise / 0.01). Nothing is held
+    exactly just because it is new, so that memory has no spike at the start.
 
     A bound goes half the way (of its logarithm) to what the last statistics ask for, moves by a factor of two at most
-    at each update, and is the nearest power of 2^(1/4), or the one before while that is less than a level away. Sites
-    that saved the same tensor get one bound, the smallest, so that the tensor is stored once.
+    at each update, and is the nearest power of 2^(1/4), or the one before while that is less than a level away. If the
+    first statistics of a site ask for a finer bound, it gets that at once. Sites that saved the same tensor get one
+    bound, the smallest, so that the tensor is stored once.
     """
 
     noise: float = 0.03
@@ -128,7 +133,7 @@ class Budget(Adaptive):
         parts_of_weights = self._divide_weights(groups)
         own = [self._own_limit(group, parts_of_weights) for group in groups]
         reach = [
-            sum(claim.gain for site in group for claim in site.claims if claim.kind == PROPAGATED) for group in groups
+            sum(claim.gain for site in group for claim in site.claims if _goes_on(site, claim)) for group in groups
         ]
         parts = [
             Part(group[0].site, limit * gain, round(group[0].numel * group[0].governed))
@@ -176,8 +181,10 @@ class Budget(Adaptive):
         for site in group:
             for claim in site.claims:
                 share = self._share(claim)
-                if claim.kind == PROPAGATED or claim.gain <= 0 or share is None:
+                if _goes_on(site, claim) or claim.gain <= 0 or share is None:
                     continue
+                if claim.kind == PROPAGATED:
+                    share = _OF_ATTENTION * self.noise
                 if claim.kind == SCALE and "batch_norm" in site.op and site.claim(BELOW) is None:
                     share *= _UNKNOWN_BELOW
                 if claim.uses == 1 or claim.weight is None:
@@ -196,7 +203,9 @@ class Budget(Adaptive):
         now = self.value_at(site)
         rule = self._rules.get(site.site)
         is_level = isinstance(rule, BoundRule) and rule.unit == site.unit
-        value = _levels.settle(_levels.approach(target, now), now if is_level else None)
+        if before is not None or now is None or target > now:
+            target = _levels.approach(target, now)
+        value = _levels.settle(target, now if is_level else None)
         scale = 1.0 if site.unit == "std" else site.std or 0.0
         if value < _levels.finest(site.dtype) * scale:
             return Keep(f"its share of noise asks for a bound too fine to save memory ({value:.2g})")
@@ -206,7 +215,8 @@ class Budget(Adaptive):
         factor = math.sqrt(self.noise / _NORMAL) if self.memory is None else 1.0
         if family == "log_probability":
             return BoundRule(_levels.quantise(_LOG_PROBABILITY * factor))
-        return BoundRule(_levels.quantise(min(_ASSUMED * factor, 1.0)), "std")
+        assumed = _ASSUMED_ATTENTION if family == "attention" else _ASSUMED
+        return BoundRule(_levels.quantise(min(assumed * factor, 1.0)), "std")
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -226,3 +236,8 @@ class Budget(Adaptive):
             raise StateError("the state and this session do not agree whether there is a memory budget")
         if self._memory is not None:
             self._memory.load_state_dict(state["memory"], self._last.sites.values() if self._last is not None else ())
+
+
+def _goes_on(site: SiteStatistics, claim: Claim) -> bool:
+    """Whether noise adds up on the way down. That of attention is a branch's, and ends for the most part in weights."""
+    return claim.kind == PROPAGATED and site.family != "attention"

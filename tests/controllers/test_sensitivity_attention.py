@@ -1,0 +1,186 @@
+"""Attention: what errors in stored queries, keys, values and outputs do to torch's own backward, and under `budget`."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lowtide
+from lowtide.capture import attention, sensitivity
+from lowtide.capture.sums import Arrived
+from lowtide.records import Site
+from lowtide.statistics import PROPAGATED
+
+OP = "scaled_dot_product_flash_attention_for_cpu"
+FIELDS = ("query", "key", "value", "output")
+
+
+def tensors(sharpness: float = 1.0, shared: int = 4, length: int = 24) -> dict[str, Tensor]:
+    """(batch, heads, length, features); keys have a mean, which no exact gradient sees."""
+    made = torch.Generator().manual_seed(0)
+    shapes = {"query": (3, 4, length, 8), "key": (3, shared, length, 8), "value": (3, shared, length, 8)}
+    found = {name: torch.randn(shape, generator=made, dtype=torch.float64) for name, shape in shapes.items()}
+    found["query"] *= sharpness
+    found["key"] += 0.5
+    return found
+
+
+class Disturbed:
+    """Torch's attention, whose backward finds errors in one of the tensors that it saved."""
+
+    def __init__(self, saved: dict[str, Tensor], **options: Any) -> None:
+        self.inputs = [saved[name].clone().requires_grad_() for name in FIELDS[:3]]
+        self.errors: dict[int, Tensor] = {}
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, self._unpack):
+            self.y = F.scaled_dot_product_attention(*self.inputs, **options)
+        self.gy = torch.randn(self.y.shape, generator=torch.Generator().manual_seed(1), dtype=self.y.dtype)
+
+    def _unpack(self, x: Tensor) -> Tensor:
+        error = self.errors.get(x.data_ptr())
+        return x if error is None else x + error
+
+    def tensor(self, field: str) -> Tensor:
+        return self.y if field == "output" else self.inputs[FIELDS.index(field)]
+
+    def gradients(self, field: str | None = None, spread: float = 0.0) -> tuple[Tensor, ...]:
+        x = self.tensor(field or "query")
+        noise = (torch.rand_like(x) * 2 - 1).detach() * 3**0.5 * spread
+        self.errors = {} if field is None else {x.data_ptr(): noise}
+        return torch.autograd.grad(self.y, self.inputs, self.gy, retain_graph=True)
+
+    def share(self, field: str, spread: float, draws: int = 60) -> float:
+        """The worst of the three gradients: added variance over energy, for errors of variance one."""
+        exact = self.gradients()
+        shares = torch.zeros(3, dtype=torch.float64)
+        for _ in range(draws):
+            for n, (a, b) in enumerate(zip(exact, self.gradients(field, spread), strict=True)):
+                shares[n] += float((b - a).square().sum() / a.square().sum()) / draws
+        return float(shares.max()) / spread**2
+
+    def predicted(self, field: str) -> float:
+        grads = self.gradients()
+        with torch.no_grad():
+            (probe,) = sensitivity.probes(Site("", OP, field), "attention", self.y.grad_fn, self.tensor(field).detach())
+            assert probe.kind == PROPAGATED
+            return float(probe.measure(grads, Arrived(self.gy)) / grads[probe.edge].square().sum())
+
+
+CASES: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {
+    "plain": (tensors(), {}),
+    "causal": (tensors(), {"is_causal": True}),
+    "sharp": (tensors(6), {"is_causal": True}),
+    "scaled": (tensors(), {"scale": 0.9}),
+    "masked": (tensors(), {"attn_mask": torch.randn(24, 24, generator=torch.Generator().manual_seed(2)).double()}),
+}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("case", CASES)
+def test_of_torchs_own_backward(case: str, field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_SAMPLES", 3)
+    torch.manual_seed(0)
+    saved, options = CASES[case]
+    run = Disturbed(saved, **options)
+    assert type(run.y.grad_fn).__name__ == "ScaledDotProductFlashAttentionForCpuBackward0"
+    assert run.predicted(field) == pytest.approx(run.share(field, 0.003), rel=0.3)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_some_rows_tell_enough(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums over few queries average less, so that noise is taken for larger than it is, never for far smaller."""
+    run = Disturbed(tensors(2, length=64), is_causal=True)
+    whole = run.predicted(field)
+    monkeypatch.setattr(attention, "_ENTRIES", 4 * 64 * 16)
+    assert 0.4 * whole < run.predicted(field) < 4 * whole
+
+
+def test_sharp_attention_asks_for_finer_keys() -> None:
+    saved = tensors()
+    flat, sharp = Disturbed(saved), Disturbed({**saved, "query": 8 * saved["query"]})
+    assert sharp.predicted("key") > 20 * flat.predicted("key")
+
+
+def test_the_part_is_shared_by_the_four_and_holds_no_more_than_samples() -> None:
+    run = Disturbed(tensors())
+    node = run.y.grad_fn
+    measures = [attention.measure_attention(node, field) for field in FIELDS]
+    (part,) = attention._RECENT.values()
+    assert all(x.untyped_storage().nbytes() == x.nbytes for x in part.saved.values())
+    del part, measures
+    assert not attention._RECENT
+
+
+def test_rows_that_see_nothing_do_no_harm() -> None:
+    mask = torch.zeros(24, 24, dtype=torch.float64)
+    mask[3] = -torch.inf
+    run = Disturbed(tensors(), attn_mask=mask)
+    run.gy[:, :, 3] = 0
+    assert run.predicted("key") < float("inf")
+
+
+@pytest.mark.parametrize("dim", [-1, 1])
+def test_softmax(dim: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(6, 20, 24, dtype=torch.float64).mul(3).requires_grad_()
+    y = torch.softmax(x.masked_fill(torch.rand(x.shape) < 0.3, -torch.inf), dim)
+    gy = torch.randn_like(y) + 0.5
+    exact = y.detach()
+
+    def backward(y: Tensor) -> Tensor:
+        return y * (gy - (gy * y).sum(dim, keepdim=True))
+
+    found, spread = 0.0, 1e-3
+    for _ in range(40):
+        error = (torch.rand_like(exact) * 2 - 1) * 3**0.5 * spread * (exact != 0)
+        found += float((backward(exact + error) - backward(exact)).square().sum()) / 40 / spread**2
+    (probe,) = sensitivity.probes(Site("", "softmax", "result"), "pointwise", y.grad_fn, exact)
+    assert float(probe.measure((None,), Arrived(gy))) == pytest.approx(found, rel=0.1)
+
+
+class Sharp(nn.Module):
+    """Two blocks of attention whose scores have a spread of about ten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(nn.Linear(32, 96) for _ in range(2))
+        self.outer = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+        with torch.no_grad():
+            for layer in self.inner:
+                layer.weight[:64] *= 6
+
+    def forward(self, x: Tensor) -> Tensor:
+        for inner, outer in zip(self.inner, self.outer, strict=True):
+            query, key, value = (part.unflatten(-1, (2, 16)).transpose(1, 2) for part in inner(x).chunk(3, -1))
+            y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            x = x + outer(y.transpose(1, 2).flatten(2))
+        return x
+
+
+@pytest.mark.parametrize("steps", [2, 20])
+def test_sharp_attention_under_budget(steps: int) -> None:
+    """Probabilities are rebuilt from stored queries and keys: under bounds that only follow their spread, the error of
+    the gradient was thousands of times the gradient."""
+    torch.manual_seed(0)
+    model, x, y = Sharp(), torch.randn(8, 48, 32), torch.randn(8, 48, 32)
+
+    def gradients(model: nn.Module) -> list[Tensor]:
+        model.zero_grad()
+        (model(x) - y).square().mean().backward()
+        return [part.grad.clone() for part in model.parameters() if part.grad is not None]
+
+    exact = gradients(copy.deepcopy(model))
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    tide = lowtide.attach(model, "budget", optimizer=optimizer, min_size=0)
+    for _ in range(steps):
+        gradients(model)
+        optimizer.step()
+    lossy = gradients(model)
+    held = [entry.codec for name, entry in tide.ledger.sites.items() if "attention" in name]
+    assert held.count("sz") >= 6, held
+    energy = sum(float(part.square().sum()) for part in exact)
+    assert sum(float((a - b).square().sum()) for a, b in zip(exact, lossy, strict=True)) < 0.06 * energy
