@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lowtide import gates
 from lowtide.ambient import Plainly
 from lowtide.bounds import BoundSource
 from lowtide.capture import pairs
@@ -67,6 +68,13 @@ class Joint:
         """Positive where ReLU was on."""
         return _fold.mask(self._folded(lends=True), dtype)
 
+    def gate(self, gradient: Tensor) -> Tensor:
+        """``gradient`` where ReLU was on, and zero elsewhere."""
+        t = self._folded(lends=True)
+        if t.stride() != gradient.stride() or t.shape != gradient.shape:
+            t = t.as_strided(gradient.shape, gradient.stride(), t.storage_offset())
+        return _fold.gate(t, gradient, self._table)
+
     def _folded(self, *, lends: bool | None) -> Tensor:
         """If it ``lends`` it (None: if it is small), the next who asks on the same stream gets it once more."""
         lent, self._lent = self._lent, None
@@ -90,6 +98,11 @@ class Part:
         self._joint, self._part, self._witness = joint, part, witness
 
     def restore(self, handle: Handle) -> Tensor:
+        if self._part is Joint.mask and self._witness is None and gates.may_stand_in():
+            return gates.Gate(handle.spec, self._joint.gate, lambda: self._restore(handle))
+        return self._restore(handle)
+
+    def _restore(self, handle: Handle) -> Tensor:
         spec = handle.spec
         with Plainly(spec.device.type):
             tensor = self._part(self._joint, spec.dtype)

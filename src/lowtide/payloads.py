@@ -29,17 +29,18 @@ class Decoder(Protocol):
 
     def decode(self, payload: Payload, *, mask: bool) -> Tensor: ...
 
+    def gate(self, payload: Payload, gradient: Tensor) -> Tensor: ...
+
 
 class Payload:
     """One encoded tensor in a store's keeping, with its lease in the ledger; shared by every save of that tensor.
 
-    ``decoder``: who decodes it, if not the payload itself. ``masks``: how many saves will ask for its mask.
+    ``decoder``: who decodes it, if not the payload itself.
     """
 
     __slots__ = (
-        *("__weakref__", "_held", "_lease", "_ledger", "_lent", "_waiting", "_witness"),
-        *("codec", "decoder", "masks", "pending"),
-    )
+        "__weakref__", "_held", "_lease", "_ledger", "_waiting", "_witness", "codec", "decoder", "pending"
+    )  # fmt: skip
 
     def __init__(
         self, codec: Codec, held: Held, ledger: Ledger, witness: Witness | None, waiting: Waiting | None = None
@@ -47,8 +48,6 @@ class Payload:
         self.codec = codec
         self.pending: Pending | None = None
         self.decoder: Decoder | None = None
-        self.masks = 0
-        self._lent: tuple[int, Tensor] | None = None
         self._ledger = ledger
         self._witness, self._waiting = witness, waiting
         self._held = held
@@ -61,8 +60,6 @@ class Payload:
     def decode(self, site: str) -> Tensor:
         if self.decoder is not None:
             tensor = self.decoder.decode(self, mask=False)
-        elif self.masks > 0:
-            tensor = self._restore_both()
         else:
             tensor = self.codec.decode(self.fetch())
         if self._waiting is not None:
@@ -74,26 +71,16 @@ class Payload:
     def nonzero(self) -> Tensor:
         if self.decoder is not None:
             return self.decoder.decode(self, mask=True)
-        self.masks -= 1
-        lent, self._lent = self._lent, None
-        if lent is not None and lent[0] == stream_of(lent[1].device):
-            return lent[1]
         return self.restore(mask=True)
 
-    def _restore_both(self) -> Tensor:
-        """Values, and by the same launch the mask: ReLU asks for it right after the layer that reads what it made.
+    def gate(self, gradient: Tensor) -> Tensor:
+        """``gradient`` where the tensor is not zero, and zero elsewhere."""
+        return self.decoder.gate(self, gradient) if self.decoder is not None else self.let_through(gradient)
 
-        It takes room for the while between; so not where the tensor is among the largest, which are where the peak is.
-        """
-        encoded = self.fetch()
-        decode_both = getattr(self.codec, "decode_both", None)
-        if decode_both is not None and self._waiting is not None and self._waiting.is_small(encoded.spec.nbytes):
-            both = decode_both(encoded)
-            if both is not None:
-                tensor: Tensor = both[0]
-                self._lent = stream_of(tensor.device), both[1]
-                return tensor
-        return self.codec.decode(encoded)
+    def let_through(self, gradient: Tensor) -> Tensor:
+        """The same, done here and now."""
+        gated: Tensor = self.codec.gate(self.fetch(), gradient)  # type: ignore[attr-defined]
+        return gated
 
     def restore(self, *, mask: bool) -> Tensor:
         """The tensor, or where it is not zero."""

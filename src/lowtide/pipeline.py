@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide import kernels
+from lowtide import gates, kernels
 from lowtide.ambient import Plainly
 from lowtide.capture.handles import Alias, Entry, Handle
 from lowtide.capture.identity import Left
@@ -55,12 +55,16 @@ class Recipe:
 
 
 class Coded:
-    """A save that waits as a payload; ``mask`` if its backward asks only where the tensor is not zero."""
+    """A save that waits as a payload; ``mask`` if its backward asks only where the tensor is not zero.
 
-    __slots__ = ("_lent", "_mask", "payload")
+    ``gates`` if that is ReLU's backward, which need not see the mask.
+    """
 
-    def __init__(self, payload: Payload, mask: bool = False) -> None:
+    __slots__ = ("_gates", "_lent", "_mask", "payload")
+
+    def __init__(self, payload: Payload, *, mask: bool = False, gates: bool = False) -> None:
         self.payload, self._mask = payload, mask
+        self._gates = gates and hasattr(payload.codec, "gate")
         self._lent: tuple[int, Tensor] | None = None
 
     def lend(self, tensor: Tensor) -> None:
@@ -68,6 +72,11 @@ class Coded:
         self._lent = stream_of(tensor.device), tensor
 
     def restore(self, handle: Handle) -> Tensor:
+        if self._gates and gates.may_stand_in():
+            return gates.Gate(handle.spec, self.payload.gate, lambda: self._restore(handle))
+        return self._restore(handle)
+
+    def _restore(self, handle: Handle) -> Tensor:
         spec = handle.spec
         if self._lent is not None:
             lent, self._lent = self._lent, None
@@ -287,7 +296,7 @@ class Pipeline:
                 entry.share("nonzero", payload)
         if not recipe.is_dense:
             handle.spec = _packed_spec(raw, handle.spec)
-        handle.kept = Coded(payload)
+        handle.kept = Coded(payload, gates=handle.need is not None and handle.need.is_nonzero)
         self.note(handle, entry, recipe.name, decision.reason, decision.bound_text, added)
 
     def encode(self, x: Tensor, decision: Decision, handle: Handle) -> tuple[Payload, int] | None:
@@ -351,10 +360,9 @@ class Pipeline:
         if payload is None:
             self._encode(handle, entry, raw, decision, with_mask=False)
             return
-        payload.masks += 1
         if not layout.is_dense(handle.spec.shape, handle.spec.stride):
             handle.spec = _packed_spec(raw, handle.spec)
-        handle.kept = Coded(payload, mask=True)
+        handle.kept = Coded(payload, mask=True, gates=True)
         self.note(handle, entry, f"in {payload.codec.name}", decision.reason, "", 0)
 
     def _store(self, x: Tensor, recipe: Recipe, handle: Handle) -> tuple[Payload, int]:

@@ -99,6 +99,9 @@ def check_rans(x: Tensor, bound: Bound, codec: Sz, what: str, *, seed: int = 5) 
     assert bool(((bits(values) == bits(plain)) | both_zero).all()), f"{what}: values"
     if plan.zero_code:
         assert_same_values(twin.nonzero(got), (x != 0).to(x.dtype), f"{what}: nonzero")
+        gradient = torch.empty_like(x).copy_(torch.randn(x.shape, device=x.device))
+        for payload in (got, expected):
+            assert_same_values(twin.gate(payload, gradient), torch.where(x != 0, gradient, 0), f"{what}: gate")
     shape = [size if axis in bound.axes else 1 for axis, size in enumerate(x.shape)]
     promised = bound.value.to(x.device).nan_to_num(0.0).view(shape)
     error = (values.double() - x.double()).abs()

@@ -45,10 +45,10 @@ class Codec:
 
     name, keep_zeros = "numbered", True
 
-    def __init__(self, number: int, log: Log, *, can_be_aside: bool = True, gives_both: bool = True) -> None:
-        self.number, self.log, self.gives_both = number, log, gives_both
+    def __init__(self, number: int, log: Log, *, can_be_aside: bool = True) -> None:
+        self.number, self.log = number, log
         if can_be_aside:
-            self.decode_aside, self.decode_both = self._decode_aside, self._decode_both
+            self.decode_aside = self._decode_aside
 
     def decode(self, encoded: Encoded) -> Tensor:
         self.log.notes.append(f"decode {self.number}")
@@ -64,23 +64,16 @@ class Codec:
         aside.hold(tensor)
         return tensor
 
-    def _decode_both(self, encoded: Encoded, aside: Any) -> tuple[Tensor, Tensor] | None:
-        if not self.gives_both:
-            return None
-        aside.begin()
-        self.log.notes.append(f"both {self.number}")
-        both = torch.tensor(float(self.number)), torch.tensor(-float(self.number))
-        aside.hold(*both)
-        return both
+    def gate(self, encoded: Encoded, gradient: Tensor) -> Tensor:
+        self.log.notes.append(f"gate {self.number}")
+        return gradient + self.number
 
 
-def make(log: Log, count: int, *, without: tuple[int, ...] = (), gives_both: bool = True) -> list[Payload]:
+def make(log: Log, count: int, *, without: tuple[int, ...] = ()) -> list[Payload]:
     spec = TensorSpec((), (), torch.float32, torch.device("cpu"))
     held = OnDevice(Encoded("numbered", 1, spec, {}, {}), 4)
     ledger = Ledger()
-    codecs: list[Any] = [
-        Codec(number, log, can_be_aside=number not in without, gives_both=gives_both) for number in range(count)
-    ]
+    codecs: list[Any] = [Codec(number, log, can_be_aside=number not in without) for number in range(count)]
     return [Payload(codec, held, ledger, None) for codec in codecs]
 
 
@@ -113,7 +106,7 @@ def test_a_rehearsal_tells_the_order() -> None:
 
 def test_every_tensor_but_the_first_is_decoded_ahead() -> None:
     log = Log()
-    payloads, ahead = decoded_ahead(rehearse(*ORDER), log, 4, gives_both=False)
+    payloads, ahead = decoded_ahead(rehearse(*ORDER), log, 4)
     assert ask(payloads, (3, False)) == [3]
     assert log.notes == ["decode 3", "begin", "decode 2"], "the next one is begun before the first is used"
     log.notes.clear()
@@ -126,16 +119,24 @@ def test_every_tensor_but_the_first_is_decoded_ahead() -> None:
     assert not log.held
 
 
-def test_values_bring_the_mask_that_is_asked_for_next() -> None:
-    log = Log()
-    payloads, ahead = decoded_ahead(rehearse(*ORDER), log, 4)
-    assert ask(payloads, *ORDER) == [3, 2, -2, 1, 2, 0]
-    assert log.notes == [
-        "decode 3", *("begin", "both 2"), *("join", "begin", "decode 1"), "join", *("begin", "decode 2"),
-        *("join", "begin", "decode 0"), "join",
-    ]  # fmt: skip
+def test_a_gradient_passes_while_the_next_tensor_is_written() -> None:
+    """Between two tensors that are decoded ahead; the first one of a step waits for what was encoded last."""
+    log, gradient = Log(), torch.tensor(0.5)
+    order = rehearse((3, False), (1, False))
+    payloads, ahead = decoded_ahead(order, log, 4)
+    log.hold(torch.zeros(()))  # an encoder at work
+    assert float(payloads[2].gate(gradient)) == 2.5 and log.notes == ["join", "gate 2"]
+    ask(payloads, (3, False))
+    log.notes.clear()
+    assert float(payloads[3].gate(gradient)) == 3.5 and log.notes == ["gate 3"]
+    assert ask(payloads, (1, False)) == [1] and log.notes == ["gate 3", "join"]
     ahead.finish()
-    assert not log.held
+
+
+def test_a_gradient_is_not_part_of_the_order() -> None:
+    listener, (payload,) = Listener(), make(Log(), 1)
+    listener.enlist(payload)
+    assert float(payload.gate(torch.tensor(1.0))) == 1 and listener.asked == []
 
 
 def test_whoever_asks_in_another_order_gets_what_was_asked_for() -> None:
@@ -153,7 +154,7 @@ def test_what_nobody_came_for_is_let_go(other: Ask) -> None:
     log = Log()
     payloads, ahead = decoded_ahead(rehearse(*ORDER), log, 4)
     ask(payloads, (3, False))
-    assert len(log.written) == 2 and all(tensor() is not None for tensor in log.written)
+    assert len(log.written) == 1 and all(tensor() is not None for tensor in log.written)
     ask(payloads, other)
     assert all(tensor() is None for tensor in log.written)
     ahead.finish()

@@ -103,12 +103,10 @@ def test_what_is_made_again_needs_no_room():
 
 
 @pytest.mark.parametrize("is_recorded", [False, True])
-def test_values_bring_the_mask_that_is_asked_for_next(is_recorded, monkeypatch):
-    """ReLU's mask lives in what the layer after it reads: one launch gives both.
-
-    Not where the tensor is among the largest."""
+def test_a_gradient_passes_through_the_payload(is_recorded, monkeypatch):
+    """ReLU's mask lives in what the layer after it reads, and is never written."""
     net, calls = Net(nn.Identity(), 1280, coder="rans").warm_up(), []
-    for name in ("decode", "nonzero", "decode_both"):
+    for name in ("decode", "nonzero", "gate"):
         original = getattr(SzCuda, name)
 
         def noted(self, *arguments, _name=name, _original=original):
@@ -116,24 +114,14 @@ def test_values_bring_the_mask_that_is_asked_for_next(is_recorded, monkeypatch):
             return _original(self, *arguments)
 
         monkeypatch.setattr(SzCuda, name, noted)
-
-    def run() -> list[torch.Tensor]:
-        calls.clear()
-        return net.record()[1] if is_recorded else net.run()
-
-    waiting, expected = net.pipeline._waiting, net.run(net.plain)
-    waiting._largest = 0
-    apart = run()
-    assert calls == ["decode", "nonzero"]
-    waiting._largest = 1 << 20
-    assert 0 < distance(run(), expected) < 0.1 and 0 < distance(apart, expected) < 0.1
-    assert calls == ["decode_both"]
+    expected = net.run(net.plain)
+    got = net.record()[1] if is_recorded else net.run()
+    assert calls == ["decode", "gate"]
+    assert 0 < distance(got, expected) < 0.1
     assert net.tide.ledger.held == 0
 
 
-def test_a_mask_that_came_with_its_values_is_given_once():
-    net = Net(nn.Identity(), 1280, coder="rans").warm_up()
-    net.pipeline._waiting._largest = 1 << 20
+def test_backward_again_passes_the_same(net):
     loss = net.model(net.x * 1).square().mean()
     first = torch.autograd.grad(loss, list(net.model.parameters()), retain_graph=True)
     again = torch.autograd.grad(loss, list(net.model.parameters()))

@@ -81,6 +81,9 @@ def check(case: Case) -> None:
     stored = (t + errors * t.sign()).nan_to_num(3.5)
     _equal(_fold.source(stored, table, dtype), plain.source(stored, table, dtype), f"{case.name}: the norm's input")
     _equal(_fold.made(stored, table, dtype), plain.made(stored, table, dtype), f"{case.name}: what ReLU made")
+    gradient, made = torch.empty_like(case.x).copy_(errors - 0.3), torch.empty_like(case.x).copy_(case.y)
+    _equal(_fold.gate(stored, gradient, table), plain.gate(stored, gradient), f"{case.name}: what passes ReLU")
+    _equal(plain.gate(t, gradient), torch.where(made > 0, gradient, 0), f"{case.name}: ReLU's own branches")
 
 
 def _equal(got: Tensor, expected: Tensor, what: str) -> None:

@@ -174,6 +174,11 @@ def check(case: Case, device: torch.device) -> None:
     plain = codec.decode(expected)
     for reader, payload in ((twin, expected), (twin, got), (codec, got)):
         assert_same_values(reader.decode(payload), plain, f"{case}, decode of {type(reader).__name__}")
+    if case.options.get("test") == "not_le":
+        gradient = torch.empty_like(x).copy_(torch.arange(x.numel()).view(x.shape) - 0.25)
+        for reader, payload in ((twin, expected), (twin, got), (codec, got)):
+            passed = torch.where(plain > 0, gradient, 0)
+            assert_same_values(reader.gate(payload, gradient), passed, f"{case}, gate of {type(reader).__name__}")
     if twin.ticketed:
         _check_ticket(case, x, twin)
 

@@ -75,6 +75,9 @@ def check(case: Case, device: torch.device, make: Callable[[Sz], Any], *, agains
     reads = ("decode", "nonzero") if expected.meta.get("zero_code") else ("decode",)
     for read in reads:
         assert_same_values(getattr(twin, read)(got), getattr(codec, read)(expected), f"{case}, {read}")
+    if expected.meta.get("zero_code"):
+        gradient = torch.empty_like(x).copy_(torch.arange(x.numel(), device=device).view(x.shape) % 97 - 48.5)
+        assert_same_values(twin.gate(got, gradient), codec.gate(expected, gradient), f"{case}, gate")
     assert_within_bound(x, codec.decode(expected), case)
     return got
 

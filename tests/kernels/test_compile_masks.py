@@ -29,12 +29,14 @@ KERNELS: list[tuple[str, Any, dict[str, str], dict[str, Any], tuple[str, int], t
     ("truth", bitmask._encode, {"x_ptr": "*u8"}, {"TEST": "truth", "WIDTH": 1}, ("ld", 8), (64, 0)),
     ("a bit to 32", bitmask._decode, {"y_ptr": "*i32", "count": "i64"}, {"WIDTH": 1}, ("st", 16), (96, 0)),
     ("a bit to 16", bitmask._decode, {"y_ptr": "*i16"}, {"WIDTH": 1}, ("st", 16), (96, 0)),
+    ("a gradient of 16", bitmask._gate, {"y_ptr": "*i16", "gradient_ptr": "*i16"}, {}, ("ld", 16), (96, 0)),
+    ("a gradient of 32", bitmask._gate, {"y_ptr": "*i32", "gradient_ptr": "*i32"}, {}, ("st", 16), (112, 0)),
     ("two bits to 16", bitmask._decode, {"y_ptr": "*i16"}, {"WIDTH": 2}, ("st", 16), (96, 0)),
     ("indices to 3x3", window_index._encode, {"x_ptr": "*i64"}, {"WINDOW": SQUARE, "WIDTH": 4}, ("ld", 16), (80, 16)),
     ("indices to 3x3x3", window_index._encode, {"x_ptr": "*i64"}, {"WINDOW": CUBE, "WIDTH": 8}, ("ld", 8), (128, 16)),
     ("3x3 to indices", window_index._decode, {"y_ptr": "*i64"}, {"WINDOW": SQUARE, "WIDTH": 4}, ("st", 16), (64, 0)),
 ]  # fmt: skip
-ON_EVERY_TARGET = ("relu of fp32", "a bit to 16", "indices to 3x3")
+ON_EVERY_TARGET = ("relu of fp32", "a bit to 16", "a gradient of 16", "indices to 3x3")
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +46,7 @@ def _fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _build(target: Any, kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> Any:
-    module = bitmask if kernel in (bitmask._encode, bitmask._decode) else window_index
+    module = bitmask if kernel in (bitmask._encode, bitmask._decode, bitmask._gate) else window_index
     known = {"codes_ptr": "*u8", "misfits_ptr": "*i64", "a": "fp32", "b": "fp32", **types}
     known = {name: kind for name, kind in known.items() if name in kernel.arg_names}
     constants = {"BLOCK": module._BLOCK, **constants}

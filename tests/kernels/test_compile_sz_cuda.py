@@ -13,7 +13,7 @@ from lowtide.errors import LowtideError
 from lowtide.kernels import _nvrtc, _sz_functions, _sz_jobs
 
 TENSOR, RUNS, INNER, ANY, FIXED = _sz_jobs._TENSOR, _sz_jobs._RUNS, _sz_jobs._INNER, _sz_jobs._ANY, _sz_jobs._FIXED
-V, M, B = "ONLY_VALUES", "ONLY_MASK", "BOTH"
+V, M, G = "ONLY_VALUES", "ONLY_MASK", "GATED"
 # Kernel, dtype, kind, zero, dither, values, what is given. For one architecture all, for others the first of a kernel.
 COMPILED = [
     ("blocks_encode", "float", TENSOR, 0, True, 0, V),
@@ -32,8 +32,10 @@ COMPILED = [
     ("rans_decode", "Bfloat", INNER, 0, True, 3, V),
     ("rans_decode", "Bfloat", FIXED, 0, True, 3, V),
     ("rans_decode", "Bfloat", TENSOR, 1, True, 1, M),
-    ("rans_decode", "Bfloat", TENSOR, 1, True, 3, B),
-    ("rans_decode", "float", TENSOR, 1, True, 2, B),
+    ("rans_decode", "Bfloat", TENSOR, 1, True, 3, G),
+    ("rans_decode", "float", TENSOR, 1, True, 3, G),
+    ("rans_decode", "float", TENSOR, 1, True, 2, G),
+    ("blocks_decode", "Bfloat", TENSOR, 1, True, 0, G),
 ]
 # Bytes that kernels held to few registers spill for now, at most: none but these do.
 SPILLED = {

@@ -42,7 +42,7 @@ def test_kernels_give_the_bits_of_torch(dtype: str, launched: list[str]) -> None
         check(case)
         assert torch.equal(case.x, before[0]) and torch.equal(case.y, before[1]), f"{case.name}: its input was changed"
     name = {"fp32": "float", "fp16": "Half", "bf16": "Bfloat"}[dtype]
-    assert set(launched) == {"tabulate", f"fold<{name}>", f"unfold<{name}, 0>", f"unfold<{name}, 1>"}
+    assert set(launched) == {"tabulate", f"fold<{name}>", f"unfold<{name}, 0>", f"unfold<{name}, 1>", f"gate<{name}>"}
 
 
 @requires_compiler
@@ -77,7 +77,9 @@ def test_without_a_device_torch_does_the_work() -> None:
 
 @requires_nvrtc
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
-@pytest.mark.parametrize("kernel", ["fold<Bfloat>", "fold<float>", "unfold<Bfloat, 0>", "unfold<float, 1>", "tabulate"])
+@pytest.mark.parametrize(
+    "kernel", ["fold<Bfloat>", "fold<float>", "unfold<Bfloat, 0>", "unfold<float, 1>", "gate<Half>", "tabulate"]
+)
 def test_registers_suffice(arch: str, kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """64 leave four blocks on a multiprocessor."""
     monkeypatch.setenv("LOWTIDE_CACHE_DIR", str(tmp_path / "kept"))

@@ -18,7 +18,7 @@ from sz_cases import edges, mixture
 from torch import Tensor
 
 from lowtide.codecs.sz import Plan, Sz
-from lowtide.coding import rans, rans_fit
+from lowtide.coding import layout, rans, rans_fit
 from lowtide.errors import PayloadError
 from lowtide.kernels import _sz_cuda, _sz_functions, _sz_jobs
 from lowtide.kernels._sz_cuda import SzCuda
@@ -58,6 +58,7 @@ def is_raw(encoded: Encoded) -> Tensor:
 def check(x: Tensor, codec: Sz, plan: Plan, *, seed: int = 3, masked: bool = False) -> Encoded:
     """Everything that must be equal, and that nothing of the input was changed; gives the twin's payload."""
     twin, before = SzCuda(codec), bits(x)
+    gradient = torch.empty_like(x).copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)))
     got, expected = twin.encode(x, seed=seed, plan=plan), codec.encode(x, seed=seed, plan=plan)
     assert torch.equal(bits(x), before), "encode changed its input"
     values, plain = twin.decode(got), codec.decode(expected)
@@ -75,30 +76,12 @@ def check(x: Tensor, codec: Sz, plan: Plan, *, seed: int = 3, masked: bool = Fal
     if masked and plan.zero_code:
         for payload in (got, expected):
             assert_same_values(twin.nonzero(payload), (x != 0).to(x.dtype), "nonzero")
-        both = twin.decode_both(got, Beside())
-        assert (both is None) == (plan.model is None), "only rans gives both"
-        if both is not None:
-            assert_same_values(both[0], values, "values with their mask")
-            assert_same_values(both[1], (x != 0).to(x.dtype), "the mask with its values")
+            assert_same_values(twin.gate(payload, gradient), codec.gate(payload, gradient), "gate")
+            assert_same_values(twin.gate(payload, gradient), torch.where(x != 0, gradient, 0), "gate")
+        at_odds = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].copy_(layout.memory_view(gradient))
+        at_odds = at_odds.as_strided(x.shape, x.stride(), 1)
+        assert_same_values(twin.gate(got, at_odds), torch.where(x != 0, gradient, 0), "gate, at an odd address")
     return got
-
-
-class Beside:
-    """Where kernels run beside a step: here, right away."""
-
-    stream = 7
-
-    def __init__(self) -> None:
-        self.held: list[Tensor] = []
-
-    def begin(self) -> int:
-        return self.stream
-
-    def hold(self, *tensors: Tensor) -> None:
-        self.held += tensors
-
-    def join(self) -> None:
-        self.held.clear()
 
 
 @dataclass(frozen=True)

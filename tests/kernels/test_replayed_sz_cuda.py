@@ -12,7 +12,7 @@ import torch
 from guarded import Guarded
 from same_payload import assert_same_values
 from simt import EmulatedFunction, requires_compiler
-from test_kernel_sz_cuda import Beside, emulated
+from test_kernel_sz_cuda import emulated
 from torch import Tensor
 
 from lowtide.codecs.sz import Plan, Sz
@@ -30,6 +30,24 @@ TICKETS: list[Tensor] = []  # kept, because a launch that is repeated writes to 
 def guarded(monkeypatch: pytest.MonkeyPatch, emulate: Callable[..., Any]) -> Any:
     monkeypatch.setattr(_sz_cuda, "_processors", lambda device: 1)
     return emulate(_sz_cuda, emulated)
+
+
+class Beside:
+    """Where kernels run beside a step: here, right away."""
+
+    stream = 7
+
+    def __init__(self) -> None:
+        self.held: list[Tensor] = []
+
+    def begin(self) -> int:
+        return self.stream
+
+    def hold(self, *tensors: Tensor) -> None:
+        self.held += tensors
+
+    def join(self) -> None:
+        self.held.clear()
 
 
 def make(coder: str, dtype: torch.dtype = torch.float32, count: int = 12 * 4096 + 77) -> tuple[SzCuda, Tensor, Plan]:

@@ -66,3 +66,7 @@ class BitMask:
             return layout.restore(codes.bool(), spec)
         values = torch.tensor(encoded.meta["values"], dtype=torch.float64).to(spec.dtype).to(spec.device)
         return layout.restore(values[codes.long()], spec)
+
+    def gate(self, encoded: Encoded, gradient: Tensor) -> Tensor:
+        """What ReLU's backward makes of ``gradient``, if its branches are stored; it lies in memory as they did."""
+        return membership.gated(gradient, self.decode(encoded))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowtide import bounds
 from lowtide.bounds import BoundRule, BoundSource
-from lowtide.coding import blocks, layout, rans, rans_fit
+from lowtide.coding import blocks, layout, membership, rans, rans_fit
 from lowtide.coding.grid import Grid
 from lowtide.coding.survey import PIECES, survey
 from lowtide.errors import BoundError, DtypeError, PayloadError, UnknownNameError
@@ -201,6 +201,10 @@ class Sz:
             flat[start:stop] = ~zero
         reader.write_exact(flat)
         return layout.restore(reader.nonzero(flat).to(spec.dtype), spec)
+
+    def gate(self, encoded: Encoded, gradient: Tensor) -> Tensor:
+        """``gradient`` where x was not zero, and zero elsewhere; it lies in memory as x did."""
+        return membership.gated(gradient, self.nonzero(encoded))
 
     def step(self, bound: Bound, spec: TensorSpec) -> Tensor:
         """The step that a bound leads to for tensors like ``spec``: the error's variance is step**2 / 12."""

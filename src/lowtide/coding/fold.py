@@ -119,6 +119,11 @@ def mask(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t.to(dtype)
 
 
+def gate(t: Tensor, gradient: Tensor) -> Tensor:
+    """``gradient`` where y was positive, or NaN, and zero elsewhere; it is laid out as ``t``."""
+    return torch.where(t <= 0, 0, gradient)
+
+
 def _distance(t: Tensor, begin: Tensor | float) -> Tensor:
     """v, negative for what lies on the wrong side."""
     size = t.abs()

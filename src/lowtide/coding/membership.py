@@ -101,3 +101,10 @@ def stands(membership: Membership, dtype: torch.dtype) -> bool:
         return True
     values = torch.tensor(membership.values, dtype=torch.float64).to(dtype)
     return classify(values, membership).tolist() == list(range(len(membership.values)))
+
+
+def gated(gradient: Tensor, mask: Tensor) -> Tensor:
+    """What ReLU's backward makes of ``gradient``; ``mask``, which lies in memory as it does, says where ReLU was on."""
+    mask = mask.as_strided(gradient.shape, gradient.stride(), mask.storage_offset())
+    gated: Tensor = torch.ops.aten.threshold_backward(gradient, mask, 0)
+    return gated

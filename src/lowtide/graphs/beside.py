@@ -1,7 +1,7 @@
 """Backward's tensors decoded one ahead: while the step's own kernels use one, the next is written beside them.
 
-Which one comes next is seen in the rehearsal of a graph. Whoever asks for another one gets it all the same. Values
-whose mask is asked for right after them (the input of a convolution, then the ReLU that made it) come with it.
+Which one comes next is seen in the rehearsal of a graph. Whoever asks for another one gets it all the same. What passes
+through a gate (``lowtide.gates``) is not known before, and waits for nothing that is written ahead.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ class Listener:
         self.asked.append((self._numbers[payload], mask))
         return payload.restore(mask=mask)
 
+    def gate(self, payload: Payload, gradient: Tensor) -> Tensor:
+        return payload.let_through(gradient)
+
 
 class Ahead:
     """Decodes the payloads of a graph, each while the one asked for before it is in use."""
@@ -68,30 +71,22 @@ class Ahead:
             self._ready.clear()
             return tensor
         self._at = place + 1
-        coming = self._coming(self._at)
-        if coming == (ask[0], True) and coming in self._ready:  # it came with its values, which are in use now
-            self._begin(self._at + 1)
-        elif coming not in self._ready:
-            self._ready.clear()
-            self._begin(self._at)
+        self._ready.clear()
+        self._begin(self._at)
         return tensor
 
-    def _coming(self, place: int) -> Ask | None:
-        return self._order[place] if place < len(self._order) else None
+    def gate(self, payload: Payload, gradient: Tensor) -> Tensor:
+        if not self._ready:  # nothing was written ahead yet: it may be the tensor that was encoded last
+            self._aside.join()
+        return payload.let_through(gradient)
 
     def _begin(self, place: int) -> None:
-        ask = self._coming(place)
+        ask = self._order[place] if place < len(self._order) else None
         payload = self._payloads[ask[0]]() if ask is not None and ask[0] < len(self._payloads) else None
         if ask is None or payload is None or not hasattr(payload.codec, "decode_aside"):
             return
-        (number, mask), encoded = ask, payload.fetch()
         codec: Any = payload.codec
-        if not mask and self._coming(place + 1) == (number, True):
-            both = codec.decode_both(encoded, self._aside)
-            if both is not None:
-                self._ready[number, False], self._ready[number, True] = both
-                return
-        self._ready[ask] = codec.decode_aside(encoded, self._aside, mask=mask)
+        self._ready[ask] = codec.decode_aside(payload.fetch(), self._aside, mask=ask[1])
 
     def finish(self) -> None:
         """The step has ended: nothing is left beside it."""

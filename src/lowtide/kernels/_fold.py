@@ -64,6 +64,12 @@ def made(t: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
     return y if y is not None else plain.made(t, table, dtype)
 
 
+def gate(t: Tensor, gradient: Tensor, table: Tensor) -> Tensor:
+    """As ``lowtide.coding.fold.gate``; ``table`` is the one of ``t``."""
+    gated = _launch(f"gate<{TYPES.get(gradient.dtype)}>", t, gradient, table, gradient.dtype)
+    return gated if gated is not None else plain.gate(t, gradient)
+
+
 def _launch(kernel: str, start: Tensor, other: Tensor | None, table: Tensor, dtype: torch.dtype) -> Tensor | None:
     """What a kernel makes of ``start``, in ``dtype`` and laid out alike; None where it does not reach."""
     places = _places(TensorSpec.of(start)) if _has_kernel(start) and table.dtype == torch.float32 else None
@@ -115,5 +121,6 @@ def _function(kernel: str, device: int) -> _nvrtc.Function | None:
         if name == "fold":  # backward is to find its own compiled
             for part in (_SOURCE, _MADE):
                 PROGRAM.compile_ahead(f"unfold<{dtype}, {part}>", device)
+            PROGRAM.compile_ahead(f"gate<{dtype}>", device)
         _FUNCTIONS[key] = PROGRAM.function(kernel, device)
     return _FUNCTIONS[key]

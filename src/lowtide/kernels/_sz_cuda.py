@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from lowtide.bounds import BoundSource
-from lowtide.codecs.sz import Plan, Sz
+from lowtide.codecs.sz import Plan, Sz, require_zeros
 from lowtide.coding import dither, layout
 from lowtide.coding.grid import Grid
 from lowtide.kernels import _rows, _tickets
 from lowtide.kernels._aside import Aside
 from lowtide.kernels._nvrtc import current_stream
-from lowtide.kernels._sz_functions import BOTH, MASK, VALUES, missing
+from lowtide.kernels._sz_functions import GATED, MASK, VALUES, missing
 from lowtide.kernels._sz_functions import function as _function
 from lowtide.kernels._sz_jobs import TYPES, WARPS, Decoding, Encoding, decoding_of, encoding_of
 from lowtide.kernels._sz_twin import SzTwin
@@ -192,14 +192,16 @@ class SzCuda(SzTwin):
         """What ``decode`` or, with ``mask``, ``nonzero`` gives, written beside the step: ``aside.join`` before use."""
         return self._decode(encoded, mask=mask, aside=aside)
 
-    def decode_both(self, encoded: Encoded, aside: Aside | None = None) -> tuple[Tensor, Tensor] | None:
-        """Values and mask by one launch, beside the step if it is given; None where no kernel gives both."""
+    def gate(self, encoded: Encoded, gradient: Tensor) -> Tensor:
+        """As ``Sz.gate``, with no mask in between."""
         hint = self._find(encoded)
-        if hint is None or hint.job.headers or not encoded.meta["zero_code"]:
-            return None
-        values, mask = _room_for(encoded.spec), _room_for(encoded.spec)
-        self._restore(encoded, hint, BOTH, values, mask, aside=aside)
-        return values, mask
+        if hint is None:
+            return self.codec.gate(encoded, gradient)
+        if encoded.meta["kind"] != "empty":
+            require_zeros(encoded)
+        gated = torch.empty_like(gradient)
+        self._restore(encoded, hint, GATED, gated, gradient)
+        return gated
 
     def _decode(self, encoded: Encoded, *, mask: bool, aside: Aside | None = None) -> Tensor:
         hint = self._find(encoded)
@@ -218,7 +220,14 @@ class SzCuda(SzTwin):
         return _Hint.of(encoded)
 
     def _restore(
-        self, encoded: Encoded, hint: _Hint, give: str, x: Tensor, mask: Tensor | None = None, *, aside: Aside | None
+        self,
+        encoded: Encoded,
+        hint: _Hint,
+        give: str,
+        x: Tensor,
+        gradient: Tensor | None = None,
+        *,
+        aside: Aside | None = None,
     ) -> None:
         job, index, replay = hint.job, x.device.index or 0, hint.replay
         arguments = _FIRST.pack(
@@ -226,16 +235,16 @@ class SzCuda(SzTwin):
             hint.headers_at, 0, 0, 0, job.numel, hint.words, job.chunks, hint.low, hint.high, 0, *job.sizes, 0,
         ) + _SECOND.pack(
             *_NO_DIGITS, *job.where.numbers, replay.number_at if replay is not None else 0,
-            mask.data_ptr() if mask is not None else 0,
+            gradient.data_ptr() if gradient is not None else 0,
         )  # fmt: skip
         function = _function(
             job.kernel, index, *job.template, values=job.values, give=give, replayed=replay is not None
         )
-        shared = 0 if give == MASK else job.shared
+        shared = job.shared if give == VALUES else 0
         stream = aside.begin() if aside is not None else current_stream(index)
         function.launch(min(job.blocks, _processors(index) * 8), WARPS * 32, shared, arguments, stream)
         if aside is not None:
-            aside.hold(x, *encoded.tensors.values(), *([mask] if mask is not None else []))
+            aside.hold(x, *encoded.tensors.values())
 
 
 def _room_for(spec: TensorSpec) -> Tensor:

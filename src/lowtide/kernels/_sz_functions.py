@@ -17,7 +17,7 @@ PROGRAM = _nvrtc.Program.read(
 # The same for graphs that are replayed: sz_args.cuh says what is different.
 REPLAYED = _nvrtc.Program("sz_replayed", f"#define REPLAYED true\n{PROGRAM.source}")
 
-VALUES, MASK, BOTH = "ONLY_VALUES", "ONLY_MASK", "BOTH"  # what a decoder gives, as the kernels name it
+VALUES, MASK, GATED = "ONLY_VALUES", "ONLY_MASK", "GATED"  # what a decoder gives, as the kernels name it
 
 
 class Kernel(NamedTuple):
@@ -69,7 +69,7 @@ def missing(codec: Sz, spec: TensorSpec, plan: Plan, *, replayed: bool) -> list[
         return []
     gives = [VALUES]
     if codec.keep_zeros:
-        gives += [MASK] if decoding.headers else [MASK, BOTH]  # of blocks no kernel gives both
+        gives.append(GATED)
     wanted = []
     for again in (False, True) if replayed else (False,):
         device = spec.device.index or 0

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lowtide.bounds import BoundSource
 from lowtide.codecs.sz import Plan, Sz, require_zeros
+from lowtide.coding import membership
 from lowtide.coding.grid import Grid
 from lowtide.records import Bound, Encoded, Need
 
@@ -62,6 +63,9 @@ class SzTwin:
         if encoded.meta["kind"] != "empty":
             require_zeros(encoded)
         return self._decode(encoded, mask=True)
+
+    def gate(self, encoded: Encoded, gradient: Tensor) -> Tensor:
+        return membership.gated(gradient, self.nonzero(encoded))
 
     def _decode(self, encoded: Encoded, *, mask: bool) -> Tensor:
         raise NotImplementedError

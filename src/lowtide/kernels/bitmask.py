@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowtide.codecs.bitmask import BitMask
-from lowtide.coding import bitpack, layout
+from lowtide.coding import bitpack, layout, membership
 from lowtide.kernels._base import Twin
 from lowtide.records import Bound, Encoded
 
@@ -69,6 +69,22 @@ class BitMaskKernel(Twin):
             flat, codes, spec.numel, *_stand_ins(values, spec.dtype), WIDTH=width, BLOCK=_BLOCK, num_warps=_WARPS
         )
         return layout.restore(flat.view(spec.dtype), spec)
+
+    def gate(self, encoded: Encoded, gradient: Tensor) -> Tensor:
+        """As ``BitMask.gate``, with no mask in between."""
+        encoded.require(self.codec.name, self.codec.version)
+        spec, width = encoded.spec, encoded.meta["width"]
+        is_dense = layout.is_dense(gradient.shape, gradient.stride())
+        if not spec.numel or width != 1 or gradient.dtype not in _FLOATS or not is_dense:
+            return membership.gated(gradient, self.decode(encoded))
+        codes = encoded.tensor("codes", dtype=torch.uint8, numel=bitpack.packed_nbytes(spec.numel, width))
+        gated = torch.empty_like(gradient)
+        bits = _INTEGERS[gradient.dtype.itemsize]
+        _gate[(-(-spec.numel // _BLOCK),)](
+            layout.memory_view(gated).view(bits), codes, layout.memory_view(gradient).view(bits), spec.numel,
+            BLOCK=_BLOCK, num_warps=_WARPS,
+        )  # fmt: skip
+        return gated
 
 
 @lru_cache(maxsize=256)
@@ -187,3 +203,30 @@ def _decode_block(
         tl.store(y_ptr + start + at, value)
     else:
         tl.store(y_ptr + start + at, value, mask=at < left)
+
+
+@triton.jit(do_not_specialize=_RUNTIME)
+def _gate(y_ptr, codes_ptr, gradient_ptr, count, BLOCK: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    if start + BLOCK <= count:
+        _gate_block(y_ptr, codes_ptr, gradient_ptr, start, count, BLOCK, WHOLE=True)
+    else:
+        _gate_block(y_ptr, codes_ptr, gradient_ptr, start, count, BLOCK, WHOLE=False)
+
+
+@triton.jit
+def _gate_block(y_ptr, codes_ptr, gradient_ptr, start, count, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    left = tl.minimum(count - start, BLOCK).to(tl.int32)
+    source = codes_ptr + start // 8 + at // 8
+    if WHOLE:
+        byte = tl.load(source).to(tl.int32)
+        gradient = tl.load(gradient_ptr + start + at)
+    else:
+        byte = tl.load(source, mask=at < left, other=0).to(tl.int32)
+        gradient = tl.load(gradient_ptr + start + at, mask=at < left, other=0)
+    gated = tl.where((byte >> (at % 8)) & 1 != 0, gradient, 0).to(y_ptr.dtype.element_ty)
+    if WHOLE:
+        tl.store(y_ptr + start + at, gated)
+    else:
+        tl.store(y_ptr + start + at, gated, mask=at < left)

@@ -7,7 +7,7 @@ struct Divisor {
 };
 struct Args {
   const void* from;    // x, or t
-  const void* made;    // y; for the encoder alone
+  const void* made;    // y, for the encoder; what ReLU's backward was given, for `gate`
   void* to;            // t; or x' or y'
   const float* table;  // a row for each number, of as many columns as channels
   u32 count, channels;
@@ -105,6 +105,21 @@ template <typename T, int PART> __global__ void __launch_bounds__(THREADS) unfol
       narrow(PART == MADE && is_off ? 0.0f : value, &part.v[k]);
     }
     store_four((T*)a.to + i, left, part);
+  }
+}
+
+template <typename T> __global__ void __launch_bounds__(THREADS) gate(const Args a) {
+  u32 i = (blockIdx.x * THREADS * UNITS + threadIdx.x) * 4;
+#pragma unroll
+  for (u32 unit = 0; unit < UNITS; ++unit, i += THREADS * 4) {
+    if (i >= a.count) return;
+    u32 left = a.count - i;
+    Four<float> t = load_four((const float*)a.from + i, left);
+    Four<T> gradient = load_four((const T*)a.made + i, left);
+#pragma unroll
+    for (u32 k = 0; k < 4; ++k)
+      if (t.v[k] <= 0) gradient.v[k] = T{};
+    store_four((T*)a.to + i, left, gradient);
   }
 }
 

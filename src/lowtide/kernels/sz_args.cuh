@@ -33,11 +33,11 @@ struct Args {
   int room;              // encoders: codes that keep their promise whatever their centre
   u32 divide, modulo, times, divide2, modulo2, times2;
   const u32* replay;     // read by kernels that are REPLAYED: a number that is another one in each replay of a graph
-  void* mask;            // where decoders that give BOTH write the mask
+  const void* gradient;  // read by decoders that give GATED
 };
 
-// What a decoder gives: values, in `x`; where they are not zero, in `x`; or the one in `x` and the other in `mask`.
-enum { ONLY_VALUES, ONLY_MASK, BOTH };
+// What a decoder gives, in `x`: values; where they are not zero; or `gradient` there, and zero elsewhere.
+enum { ONLY_VALUES, ONLY_MASK, GATED };
 
 // Compiled once more for graphs that are captured and replayed. There a launch has the same arguments every time, so the
 // dither is shifted by a number that lies in memory; and nobody looks at an encoder's report before its payload is
@@ -101,24 +101,24 @@ template <typename T> struct Group {
 };
 
 // Group g. A chunk is WHOLE if it lies inside the tensor and at an address that vectors can be loaded from.
-template <bool WHOLE, typename T> __device__ __forceinline__ void load(Group<T>& group, const Args& a, u64 g) {
+template <bool WHOLE, typename T>
+__device__ __forceinline__ void load(Group<T>& group, const Args& a, const void* x, u64 g) {
   if (WHOLE) {
-    group.load(a.x, g);
+    group.load(x, g);
     return;
   }
   float y[4];
-  for (int k = 0; k < 4; ++k) y[k] = 4 * g + k < a.count ? widen(((const T*)a.x)[4 * g + k]) : 0.0f;
+  for (int k = 0; k < 4; ++k) y[k] = 4 * g + k < a.count ? widen(((const T*)x)[4 * g + k]) : 0.0f;
   group.set(y);
 }
 
-template <bool WHOLE, typename T>
-__device__ __forceinline__ void store(const Group<T>& group, const Args& a, void* x, u64 g) {
+template <bool WHOLE, typename T> __device__ __forceinline__ void store(const Group<T>& group, const Args& a, u64 g) {
   if (WHOLE) {
-    group.store(x, g);
+    group.store(a.x, g);
     return;
   }
   for (int k = 0; k < 4; ++k)
-    if (4 * g + k < a.count) narrow(group.at(k), (T*)x + 4 * g + k);
+    if (4 * g + k < a.count) narrow(group.at(k), (T*)a.x + 4 * g + k);
 }
 
 // Brings the memory around an address near. Only a hint.

@@ -126,7 +126,7 @@ __device__ __forceinline__ void quantise_block(
   u64 g = start / 4 + lane;
   Group<T> group[8];
 #pragma unroll
-  for (int j = 0; j < 8; ++j) load<WHOLE>(group[j], a, g + j * 32);
+  for (int j = 0; j < 8; ++j) load<WHOLE>(group[j], a, a.x, g + j * 32);
   Walk<ENTRY> walk;
   walk.begin(a, g);
 #pragma unroll
@@ -261,9 +261,10 @@ template <int ENTRY, bool DITHER> __device__ __forceinline__ Units<ENTRY> units_
 }
 
 // The values of a whole chunk whose codes have up to four bits, from a byte for each: even ones, then odd ones.
-template <typename T, int ENTRY, int ZERO, bool DITHER, bool MASK, bool SIGNED>
+template <typename T, int ENTRY, int ZERO, bool DITHER, int GIVE, bool SIGNED>
 __device__ __forceinline__ void put_narrow(
     const Args& a, const float* staged, u64 start, const u32* low, u32 signs, int lane) {
+  constexpr bool MASK = GIVE != ONLY_VALUES;
   Walk<ENTRY> walk;
   walk.begin(a, start / 4 + lane);
   float unit[4], origin[4];
@@ -290,22 +291,24 @@ __device__ __forceinline__ void put_narrow(
     }
     Group<T> group;
     group.set(y);
+    if (GIVE == GATED) group.load(a.gradient, walk.group);
     if (ZERO) {
       u32 first = bytes[0] + 0x7f7f7f7fu, second = bytes[1] + 0x7f7f7f7fu;
       u32 marks[4] = {first, second, first, second};
       int b = j % 2 * 2, at[4] = {b, b, b + 1, b + 1};
       clear_zeros(group, marks, at);
     }
-    store<true>(group, a, a.x, walk.group);
+    store<true>(group, a, walk.group);
     walk.next(a);
   }
 }
 
 // The same for any chunk.
-template <typename T, int ENTRY, int ZERO, bool DITHER, bool MASK>
+template <typename T, int ENTRY, int ZERO, bool DITHER, int GIVE>
 __device__ __forceinline__ void put_wide(
     const Args& a, const float* staged, u64 start, const u32* low, const u32* in, u32 width, u32 signs, bool whole,
     int lane) {
+  constexpr bool MASK = GIVE != ONLY_VALUES;
   u32 high[4] = {0, 0, 0, 0}, top[4] = {0, 0, 0, 0};
 #pragma unroll
   for (int p = 4; p < 11; ++p)
@@ -317,12 +320,17 @@ __device__ __forceinline__ void put_wide(
     float y[4], unit[4], origin[4];
     if (!MASK) walk.read(a, staged, unit, origin, units_for<ENTRY, DITHER>(a));
     u32 word = DITHER && !MASK ? inverted_hash((u32)walk.group, low_of(a), a.high) : 0;
+    Group<T> given;
+    if (GIVE == GATED && whole)
+      load<true>(given, a, a.gradient, walk.group);
+    else if (GIVE == GATED)
+      load<false>(given, a, a.gradient, walk.group);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       int n = 4 * j + k, at = 4 * (n % 8);
       u32 code = (low[n / 8] >> at & 15) | (high[n / 8] >> at & 15) << 4 | (top[n / 8] >> at & 15) << 8;
       if (MASK) {
-        y[k] = code ? 1.0f : 0.0f;
+        y[k] = !code ? 0.0f : GIVE == GATED ? given.at(k) : 1.0f;
       } else {
         int q = (int)code - (ZERO ? 1 : 0);
         q = signs >> (at + n / 8) & 1 ? -q : q;
@@ -334,19 +342,19 @@ __device__ __forceinline__ void put_wide(
     Group<T> group;
     group.set(y);
     if (whole)
-      store<true>(group, a, a.x, walk.group);
+      store<true>(group, a, walk.group);
     else
-      store<false>(group, a, a.x, walk.group);
+      store<false>(group, a, walk.group);
     walk.next(a);
   }
 }
 
 template <typename T, int ENTRY, int ZERO, bool DITHER, int GIVE>
 __global__ void __launch_bounds__(256, 5) blocks_decode(const Args a) {
-  constexpr bool MASK = GIVE == ONLY_MASK;
+  constexpr bool MASK = GIVE != ONLY_VALUES;
   extern __shared__ __align__(16) float staged[];
   int lane = threadIdx.x & 31;
-  const bool even = aligned(a.x, sizeof(T) * 4);
+  const bool even = aligned(a.x, sizeof(T) * 4) && (GIVE != GATED || aligned(a.gradient, sizeof(T) * 4));
   if (Entry<ENTRY>::staged && !MASK) {
     stage<ENTRY>(a, staged, units_for<ENTRY, DITHER>(a));
     __syncthreads();
@@ -356,7 +364,7 @@ __global__ void __launch_bounds__(256, 5) blocks_decode(const Args a) {
     u32 valid = (u32)min(a.count - start, 1024ull);
     u32 base = (u32)a.heads[chunk], after = (u32)a.heads[chunk + 1];
     if (REPLAYED && after > a.capacity) {
-      put_nothing<T>(a, a.x, start, valid, lane);
+      put_nothing<T>(a, start, valid, lane);
       continue;
     }
     u32 nibble = a.headers[(u64)chunk * 16 + lane / 2] >> (4 * (lane & 1)) & 15;
@@ -375,11 +383,11 @@ __global__ void __launch_bounds__(256, 5) blocks_decode(const Args a) {
     u32 signs = nibble >> 3 ? in[width] : 0;
     bool whole = even && valid == 1024;
     if (!whole || __any_sync(~0u, width > 4))
-      put_wide<T, ENTRY, ZERO, DITHER, MASK>(a, staged, start, low, in, width, signs, whole, lane);
+      put_wide<T, ENTRY, ZERO, DITHER, GIVE>(a, staged, start, low, in, width, signs, whole, lane);
     else if (!MASK && __any_sync(~0u, signs != 0))
-      put_narrow<T, ENTRY, ZERO, DITHER, MASK, true>(a, staged, start, low, signs, lane);
+      put_narrow<T, ENTRY, ZERO, DITHER, GIVE, true>(a, staged, start, low, signs, lane);
     else
-      put_narrow<T, ENTRY, ZERO, DITHER, MASK, false>(a, staged, start, low, signs, lane);
+      put_narrow<T, ENTRY, ZERO, DITHER, GIVE, false>(a, staged, start, low, signs, lane);
     u32 escapes = (after - base - total) / Type<T>::escape;
     if (escapes) {
       __syncwarp();

@@ -17,14 +17,18 @@ template <typename T> __device__ void write_raw(const Args& a, u64 start, u32 ba
   }
 }
 
+// Element i of a mask, or of a gradient behind it.
+template <typename T, int GIVE> __device__ __forceinline__ void put_where(const Args& a, u64 i, bool on) {
+  T value;
+  narrow(GIVE == GATED || !on ? 0.0f : 1.0f, &value);
+  ((T*)a.x)[i] = GIVE == GATED && on ? ((const T*)a.gradient)[i] : value;
+}
+
 // Element i, given its bits; with RESTORED values only plus zero is zero.
 template <typename T, int GIVE, bool RESTORED> __device__ void put_exact(const Args& a, u64 i, u32 bits) {
   if (GIVE != ONLY_VALUES) {
-    u32 magnitude = RESTORED ? bits : sizeof(T) == 4 ? bits << 1 : bits << 17;
-    narrow(magnitude ? 1.0f : 0.0f, (T*)(GIVE == BOTH ? a.mask : a.x) + i);
-  }
-  if (GIVE == ONLY_MASK) return;
-  if (sizeof(T) == 4)
+    put_where<T, GIVE>(a, i, (RESTORED ? bits : sizeof(T) == 4 ? bits << 1 : bits << 17) != 0);
+  } else if (sizeof(T) == 4)
     ((u32*)a.x)[i] = bits;
   else
     ((u16*)a.x)[i] = (u16)bits;
@@ -48,9 +52,8 @@ __device__ void read_escapes(const Args& a, u64 start, const u32* list, u32 esca
 }
 
 // A chunk that did not fit its payload: nobody is to take what comes back for a value.
-template <typename T>
-__device__ __forceinline__ void put_nothing(const Args& a, void* x, u64 start, u32 valid, int lane) {
-  for (u32 i = lane; i < valid; i += 32) narrow(__uint_as_float(0x7fc00000u), (T*)x + start + i);
+template <typename T> __device__ __forceinline__ void put_nothing(const Args& a, u64 start, u32 valid, int lane) {
+  for (u32 i = lane; i < valid; i += 32) narrow(__uint_as_float(0x7fc00000u), (T*)a.x + start + i);
 }
 
 // What element i comes back as, bit for bit: itself where no code carries it. Where zero has a code, another value that

@@ -1,4 +1,4 @@
-// The coder rans: a stream becomes symbols, symbols digits, digits values or a mask.
+// The coder rans: a stream becomes symbols, symbols digits, digits values or a mask, which may be put to use at once.
 
 // The stream of a chunk, read from its end: a window of 512 words in shared memory, the next 256 on their way.
 struct Window {
@@ -109,7 +109,7 @@ template <typename T, int V, int ROWS, int ENTRY, int ZERO, bool DITHER, int GIV
 __device__ __forceinline__ void decode_chunk(
     const Args& a, u64 start, u32 base, int length, const uint2* slots, const float* staged, u32* ring, int lane) {
   constexpr int N = 4 * ROWS, S = N / V;
-  constexpr bool MASK = GIVE == ONLY_MASK;
+  constexpr bool MASK = GIVE != ONLY_VALUES;
   using Float = Floats<V, ZERO>;
   const u32 upward = kept(~0u << lane), address = kept(address_of(ring)), table = kept(address_of(slots));
   const Units<ENTRY> units = {a, Float::template origin<DITHER>(a), Float::SCALE};
@@ -124,6 +124,10 @@ __device__ __forceinline__ void decode_chunk(
   if (Entry<ENTRY>::constant && !MASK) walk.read(a, staged, unit, origin, units);
   for (int round = 0; round < rounds; ++round) {
     if (window.fill && (int)left < 2 * window.fill + 64 * S) window.slide(lane);
+    Group<T> given[GIVE == GATED ? ROWS : 1];
+    if (GIVE == GATED)
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) load<WHOLE>(given[r], a, a.gradient, (u64)g + r * 32);
     u32 packed[S];
 #pragma unroll
     for (int t = 0; t < S; ++t) {
@@ -142,21 +146,15 @@ __device__ __forceinline__ void decode_chunk(
         y[k] = MASK ? 1.0f : Float::template value<DITHER>(Float::of(packed, word, 4 * r + k) - origin[k], unit[k]);
       Group<T> group;
       group.set(y);
+      if (GIVE == GATED) group = given[r];
       if (ZERO) {
         u32 marks[4];
         int bytes[4];
 #pragma unroll
         for (int k = 0; k < 4; ++k) marks[k] = packed[(4 * r + k) / V], bytes[k] = V == 1 ? 1 : (4 * r + k) % V;
         clear_zeros(group, marks, bytes);
-        if (GIVE == BOTH) {
-          const float ones[4] = {1.0f, 1.0f, 1.0f, 1.0f};
-          Group<T> mask;
-          mask.set(ones);
-          clear_zeros(mask, marks, bytes);
-          store<WHOLE>(mask, a, a.mask, (u64)g + r * 32);
-        }
       }
-      store<WHOLE>(group, a, a.x, (u64)g + r * 32);
+      store<WHOLE>(group, a, (u64)g + r * 32);
       if (!MASK) walk.next(a);
     }
     g += ROWS * 32;
@@ -165,7 +163,7 @@ __device__ __forceinline__ void decode_chunk(
 
 template <typename T, int V, int ROWS, int ENTRY, int ZERO, bool DITHER, int GIVE>
 __global__ void __launch_bounds__(256, 5) rans_decode(const Args a) {
-  constexpr bool MASK = GIVE == ONLY_MASK;
+  constexpr bool MASK = GIVE != ONLY_VALUES;
   __shared__ __align__(1024) u32 rings[8][256];
   __shared__ uint2 slots[4096];  // share << 16 | slot - slots before, and the symbol's digits
   extern __shared__ __align__(16) float staged[];
@@ -187,6 +185,7 @@ __global__ void __launch_bounds__(256, 5) rans_decode(const Args a) {
     }
     __syncthreads();
   }
+  const bool even = aligned(a.x, sizeof(T) * 4) && (GIVE != GATED || aligned(a.gradient, sizeof(T) * 4));
   for (u32 chunk = blockIdx.x * 8 + warp; chunk < a.chunks; chunk += gridDim.x * 8) {
     u64 start = (u64)chunk * a.rows * 128;
     u32 valid = (u32)min(a.count - start, (u64)a.rows * 128);
@@ -196,8 +195,7 @@ __global__ void __launch_bounds__(256, 5) rans_decode(const Args a) {
     if (REPLAYED) {
       u32 words = 32 + (length + 1) / 2 + (escapes & 0xffff) + (escapes >> 16) * Type<T>::escape;
       if ((u64)base + (length < 0 ? raw_words<T>(valid) : words) > a.capacity) {
-        put_nothing<T>(a, a.x, start, valid, lane);
-        if (GIVE == BOTH) put_nothing<T>(a, a.mask, start, valid, lane);
+        put_nothing<T>(a, start, valid, lane);
         continue;
       }
     }
@@ -205,7 +203,7 @@ __global__ void __launch_bounds__(256, 5) rans_decode(const Args a) {
       read_raw<T, GIVE, true>(a, start, base, valid, lane);
       continue;
     }
-    if (valid == a.rows * 128 && aligned(a.x, sizeof(T) * 4))
+    if (valid == a.rows * 128 && even)
       decode_chunk<T, V, ROWS, ENTRY, ZERO, DITHER, GIVE, true>(
           a, start, base, length, slots, staged, rings[warp], lane);
     else
@@ -218,16 +216,16 @@ __global__ void __launch_bounds__(256, 5) rans_decode(const Args a) {
       for (u32 w = lane; w < coded; w += 32) {
         u64 i = start + (list[w] >> 16);
         int q = (int)(list[w] << 16) >> 16;
-        float y = 1.0f;
-        if (!MASK) {
-          u32 entry = entry_of<ENTRY>(a, i);
-          float unit = bfloat(a.step[entry]) * 0.00390625f;
-          u32 shift = shift_of<DITHER>(DITHER ? hash((u32)(i >> 2), low_of(a), a.high) : 0, (int)(i & 3));
-          y = value_of<DITHER>(q + (int)centre_of<ENTRY>(a, entry), shift, unit);
-        }
         const bool zero = ZERO && q == 4096;
+        if (MASK) {
+          put_where<T, GIVE>(a, i, !zero);
+          continue;
+        }
+        u32 entry = entry_of<ENTRY>(a, i);
+        float unit = bfloat(a.step[entry]) * 0.00390625f;
+        u32 shift = shift_of<DITHER>(DITHER ? hash((u32)(i >> 2), low_of(a), a.high) : 0, (int)(i & 3));
+        float y = value_of<DITHER>(q + (int)centre_of<ENTRY>(a, entry), shift, unit);
         narrow(zero ? 0.0f : y, (T*)a.x + i);
-        if (GIVE == BOTH) narrow(zero ? 0.0f : 1.0f, (T*)a.mask + i);
       }
       read_escapes<T, GIVE>(a, start, list + coded, escapes >> 16, lane);
     }

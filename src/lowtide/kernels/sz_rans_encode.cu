@@ -5,7 +5,7 @@
 template <typename T, int ENTRY, int ZERO, bool DITHER, bool WHOLE>
 __device__ __forceinline__ u32 doubtful(const Args& a, u32 g) {
   Group<T> group;
-  load<WHOLE>(group, a, g);
+  load<WHOLE>(group, a, a.x, g);
   Walk<ENTRY> walk;
   walk.begin(a, g);
   const int first = a.first - (ZERO ? 1 : 0);
@@ -218,7 +218,7 @@ __device__ __forceinline__ void encode_chunk(
   if (LIMITS && ENTRY == FIXED) limit = limits_of<T, ENTRY, ZERO>(a, walk.of(a, 0));
   Group<T> group[ROWS];
 #pragma unroll
-  for (int r = 0; r < ROWS; ++r) load<WHOLE>(group[r], a, (u64)g + r * 32);
+  for (int r = 0; r < ROWS; ++r) load<WHOLE>(group[r], a, a.x, (u64)g + r * 32);
   for (; round >= 0; --round) {
     if (cursor > full) {
       out.length = (cursor - begin) / 2;
@@ -242,7 +242,7 @@ __device__ __forceinline__ void encode_chunk(
     if (ENTRY == INNER) walk.next(a);
     if (round) {  // there is time until they are needed
 #pragma unroll
-      for (int r = 0; r < ROWS; ++r) load<WHOLE>(group[r], a, (u64)g + r * 32 - ROWS * 32);
+      for (int r = 0; r < ROWS; ++r) load<WHOLE>(group[r], a, a.x, (u64)g + r * 32 - ROWS * 32);
     }
     u32 escaped = 0, largest = most[0], smallest = ZERO == 2 ? a.lowest : least[0];
 #pragma unroll
