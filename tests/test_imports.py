@@ -17,7 +17,7 @@ LAYERS = (
     ("codecs", "stores", "controllers"),
     ("policies", "methods", "capture", "witness", "kernels"),
     ("sites", "recompute", "surroundings"),
-    ("payloads", "graphs", "ambient"),
+    ("payloads", "graphs", "ambient", "gates"),
     ("pipeline", "joint"),
     ("reports",),
     ("session", "growth"),

@@ -45,7 +45,8 @@ class Net:
         """With ``momentum``, there is an optimizer, and it tells Lowtide when a step has ended."""
         torch.manual_seed(0)
         self.model = nn.Sequential(
-            nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.25), nn.Linear(8, 4), nn.ReLU()
+            *(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.25)),
+            *(nn.Linear(8, 4), nn.ReLU(), nn.Dropout(0.25)),
         )
         self.plain = copy.deepcopy(self.model)
         if momentum is not None:
