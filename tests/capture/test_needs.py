@@ -43,6 +43,10 @@ CASES = {
     "SlowConvTranspose3D": (lambda h, w: legacy.slow_conv_transpose3d(_3d(h), _kernel_3d(w), (3, 3, 3)), SLOW),
     "Addmm": (lambda h, w: F.linear(h.flatten(0, 2), h[0, 0], h[0, 0, 0]), {"mat1": LINEAR, "mat2": EXACT}),
     "Mm": (lambda h, w: h.flatten(0, 2) @ h[0, 0], {"self": LINEAR, "mat2": PRODUCT}),
+    "GroupedMm": (
+        lambda h, w: F.grouped_mm(h.flatten(0, 2), h[0, :2] * 1, offs=torch.tensor([50, 128], dtype=torch.int32)) * 1,
+        {"self": LINEAR, "mat2": EXACT},
+    ),
     "Bmm": (lambda h, w: h[0].bmm(h[1]), {"self": PRODUCT, "mat2": PRODUCT}),
     "Baddbmm": (lambda h, w: torch.baddbmm(h[0], h[0], h[1]), {"batch1": PRODUCT, "batch2": PRODUCT}),
     "NativeBatchNorm": (lambda h, w: F.batch_norm(h, None, None, training=True), NORM),

@@ -195,6 +195,13 @@ def test_a_custom_function_never_takes_the_row_of_a_built_in(shifted, needs):
     assert (item.need.kind, item.need.family) == (Kind.EXACT, "unknown")
 
 
+def test_a_grouped_product_of_two_stacks_is_kept(shifted, needs):
+    """No weight is in sight: neither factor is a layer's input."""
+    found = needs(shifted(lambda self, h: F.grouped_mm(h[0], h[1]) * 1), torch.randn(2, 8, 16, 16))
+    kinds = {name: item.need.kind for name, item in found.items() if "grouped_mm" in name}
+    assert kinds == dict.fromkeys(("(model):grouped_mm.self", "(model):grouped_mm.mat2"), Kind.EXACT)
+
+
 def test_an_unknown_op_is_kept_and_says_so(shifted):
     model = shifted(lambda self, h: torch.logcumsumexp(h, 1).tanh())
     session = lowtide.attach(model)

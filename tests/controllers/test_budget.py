@@ -188,8 +188,8 @@ def test_the_scale_of_a_norm_and_the_weight_below():
 
 def test_without_a_formula_a_multiple_of_the_spread():
     cube = site("p:pow.self", (), family="pointwise")
-    assert settled(cube)._rules[cube.site] == BoundRule(_levels.quantise(0.3), "std")
-    assert settled(cube, noise=0.04)._rules[cube.site] == BoundRule(_levels.quantise(0.6), "std")
+    assert settled(cube)._rules[cube.site] == BoundRule(_levels.quantise(0.1), "std")
+    assert settled(cube, noise=0.04)._rules[cube.site] == BoundRule(_levels.quantise(0.2), "std")
     query = site("q:flash_attention.query", (), family="attention")
     assert settled(query)._rules[query.site] == BoundRule(_levels.quantise(0.05), "std")
     loss = site("l:log_softmax.result", (), family="log_probability")

@@ -134,6 +134,12 @@ def _linear(node: Node, fields: Fields) -> Mapping[str, Need]:
     return {"input": _LINEAR if _requires_grad(node, 1) else _SHAPE_ONLY, "self": _LINEAR, "weight": _WEIGHT}
 
 
+def _grouped(node: Node, fields: Fields) -> Mapping[str, Need]:
+    """A layer of experts: the rows of a matrix, each times one of several weights. Its other forms are kept."""
+    dims = (len(getattr(node, f"_saved_{name}_sym_sizes", ())) for name in ("self", "mat2"))
+    return {"self": _LINEAR, "mat2": _WEIGHT} if tuple(dims) == (2, 3) else {}
+
+
 def _batch_norm(node: Node, fields: Fields) -> Mapping[str, Need]:
     """In evaluation with a frozen scale, backward is a fixed rescaling and never looks at the input."""
     if not getattr(node, "_saved_training", True) and not _requires_grad(node, 1):
@@ -236,6 +242,7 @@ TABLE: dict[str, Reader | Mapping[str, Need]] = {
     "Addmm": _matmul("mat1", "mat2", 2),
     "Mm": _matmul("self", "mat2", 1),
     **_rows("Linear MkldnnLinear", _linear),
+    "GroupedMm": _grouped,
     "Bmm": {"self": _PRODUCT, "mat2": _PRODUCT},
     "Baddbmm": {"batch1": _PRODUCT, "batch2": _PRODUCT},
     "Matmul": {"self": _PRODUCT, "other": _PRODUCT},

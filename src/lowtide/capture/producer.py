@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lowtide.capture import identity
 from lowtide.records import Site
 
-ROWS = {("addmm", "mat1"): 2, ("mm", "self"): 1, ("linear", "input"): 1}  # the edge of the weight
+ROWS = {("addmm", "mat1"): 2, ("mm", "self"): 1, ("linear", "input"): 1, ("grouped_mm", "self"): 1}  # the weight's edge
 _ENOUGH = 1 << 20  # values of its input that are held for the next op, or eight samples
 
 
@@ -66,6 +66,8 @@ class Producer:
         """None for other ops, for frozen or computed weights, and where outputs are not the weight's first axis."""
         edge = weight_edge(site)
         if edge is None or x.dim() < 2 or not x.numel() or getattr(node, "_saved_transposed", False):
+            return None
+        if site.op == "grouped_mm":  # several weights, each for some of the rows
             return None
         weight = identity.parameter_behind(node.next_functions[edge][0])
         if weight is None:

@@ -13,9 +13,10 @@ first order. gY is the gradient that arrives, gX the one that goes on.
 | batch norm | input | sum over channels of scale^2 r^2 / M * (gscale^2 (1 + 2 / M) + |gY|^2) |
 | batch norm | weight below | sum over channels of scale^2 r^2 |gY|^2 |C|^2, C the mean of xhat times the window below |
 | layer, RMS, group norm | input | sum over rows of r^2 / D * ((h . xhat)^2 (1 + 2 / D) + |h|^2), h = gY * scale |
-| pointwise f | input | mean f''(x)^2 * |gY|^2 |
-| product | other factor | |gY|^2 (times the inner size for batched matrices) |
-| attention, softmax | inputs | see ``attention.py`` |
+| grouped_mm | weights | as linear: which rows belong to which weight does not matter to the sum |
+| pointwise f | input | mean f''(x)^2 * |gY|^2 (``pointwise.py``) |
+| product, quotient, variance, norm | other factor, or input | ``products.py`` |
+| attention, softmax | inputs | ``attention.py`` |
 
 Bounds of norm inputs are multiples of the spread 1 / r of each channel or row, and so is e in their rows: r drops out.
 
@@ -35,8 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowtide import bounds
-from lowtide.capture import attention
+from lowtide.capture import attention, pointwise, products
 from lowtide.capture.producer import ROWS, Producer
 from lowtide.capture.sums import Arrived, count_nonzero, square, working
 from lowtide.records import Site
@@ -86,18 +86,17 @@ def probes(site: Site, family: str, node: Any, x: Tensor, below: Producer | None
         return [Probe(WEIGHT, ROWS[op, field], lambda _, gy: torch.dot(gy.squares(-1).flatten(), count))]
     if op in _NORMS:
         return _norm(op, node, x, below)
-    if (op, field) in _CURVATURES:
-        curvature = _mean_curvature(_CURVATURES[op, field], node, x)
-        return [Probe(PROPAGATED, 0, lambda _, gy: gy.square() * curvature)]
     if attention.is_attention(op, field):
         measure = attention.measure_attention(node, field)
         return [] if measure is None else [Probe(PROPAGATED, attention.edge_of(node), measure)]
     if op in ("softmax", "safe_softmax") and field == "result":
         return [Probe(PROPAGATED, 0, attention.measure_softmax(node, x))]
-    if family == "product" and (op, field) in _PRODUCTS:
-        share = count_nonzero(x) / max(x.numel(), 1)
-        edge, factor = _PRODUCTS[op, field], _inner(op, field, node, x)
-        return [Probe(PROPAGATED, edge, lambda _, gy: gy.square() * (share * factor))]
+    if family == "product":
+        found = products.measure_product(op, field, node, x)
+        return [] if found is None else [Probe(PROPAGATED, *found)]
+    curvature = pointwise.mean_curvature(op, field, node, x)
+    if curvature is not None:
+        return [Probe(PROPAGATED, 0, lambda _, gy: gy.square() * curvature)]
     return []
 
 
@@ -221,60 +220,3 @@ def _row_norm_input(op: str, node: Any) -> Callable[[Grads, Arrived], Tensor]:
         return (inverse_std.square() * (removed.clamp_(min=0) * (1 + 2 / size) + energy / size)).sum()
 
     return measure
-
-
-def _gelu(node: Any, x: Tensor) -> Tensor:
-    """phi(x) (2 - x^2); the tanh form differs from it by less than a hundredth."""
-    return torch.exp(-x.square() / 2) * (2 - x.square()) / math.sqrt(2 * math.pi)
-
-
-def _silu(node: Any, x: Tensor) -> Tensor:
-    s = torch.sigmoid(x)
-    return s * (1 - s) * (2 + x * (1 - 2 * s))
-
-
-def _softplus(node: Any, x: Tensor) -> Tensor:
-    s = torch.sigmoid(x * float(node._saved_beta))
-    return s * (1 - s) * float(node._saved_beta)
-
-
-# The derivative, by what was saved, of the factor that backward multiplies gY with.
-_CURVATURES: dict[tuple[str, str], Callable[[Any, Tensor], Tensor]] = {
-    ("gelu", "self"): _gelu,
-    ("silu", "self"): _silu,
-    ("softplus", "self"): _softplus,
-    ("tanh", "result"): lambda _, y: 2 * y,
-    ("sigmoid", "result"): lambda _, y: 1 - 2 * y,
-    ("sin", "self"): lambda _, x: torch.sin(x),
-    ("cos", "self"): lambda _, x: torch.cos(x),
-}
-
-
-def _mean_curvature(curvature: Callable[[Any, Tensor], Tensor], node: Any, x: Tensor) -> Tensor:
-    part = bounds.sample(x, ())
-    return curvature(node, part.to(working(x))).square_().mean()
-
-
-# The edge of the other factor.
-_PRODUCTS = {
-    ("mul", "self"): 1,
-    ("mul", "other"): 0,
-    ("bmm", "self"): 1,
-    ("bmm", "mat2"): 0,
-    ("baddbmm", "batch1"): 2,
-    ("baddbmm", "batch2"): 1,
-    ("mm", "mat2"): 0,
-    ("addmm", "mat2"): 1,
-    ("pow", "self"): 0,
-    ("exp", "result"): 0,
-}
-
-
-def _inner(op: str, field: str, node: Any, x: Tensor) -> float:
-    """What a product's gradient multiplies |gY|^2 with beside the non-zeros."""
-    if op == "pow":
-        return 4.0  # of powers only squares count as products: the gradient is 2 x gY
-    if op not in ("bmm", "baddbmm", "mm", "addmm"):
-        return 1.0
-    right = field in ("mat2", "batch2")
-    return float(x.shape[-2 if right else -1]) * float(getattr(node, "_saved_alpha", 1)) ** 2

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lowtide.capture.producer import weigher, weight_edge
@@ -46,7 +47,8 @@ class SpotCheck:
         return None
 
     def variance(self, stored: Tensor, gy: Tensor, felt: Tensor | None = None) -> Tensor:
-        """The variance of a stored value's error that the gradient's squared error amounts to.
+        """The variance of a stored value's error that the gradient's squared error amounts to; none if there is no
+        gradient.
 
         ``felt`` is the gradient that predictions are made with, if that is another one: where errors have different
         variances.
@@ -55,7 +57,8 @@ class SpotCheck:
         dtype = working(stored)
         error = stored.narrow(self.axis, 0, count).to(dtype) - self.part
         gy, felt = (part.narrow(self.axis, 0, count).to(dtype) for part in (gy, gy if felt is None else felt))
-        return square(self.weigh(error, gy)) / self.sensitivity(felt)
+        found, reaction = square(self.weigh(error, gy)), self.sensitivity(felt)
+        return torch.where((found == 0) & (reaction == 0), 0, found / reaction)
 
 
 _INVERSE_STD = {

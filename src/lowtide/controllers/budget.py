@@ -28,7 +28,7 @@ from lowtide.statistics import BELOW, PROPAGATED, SCALE, Claim, SiteStatistics, 
 
 __all__ = ["Budget"]
 
-_ASSUMED = 0.3  # std: where no sensitivity is known, the bound that is taken to use up the share at noise = 0.01
+_ASSUMED = 0.1  # std: where no sensitivity is known, a bound that is taken to stay within the share at noise = 0.01
 _ASSUMED_ATTENTION = 0.05  # the same where errors are exponents: those of scores as large as 6 stay below 0.4
 _LOG_PROBABILITY = 0.02  # absolute: 2 % of the probability, at noise = 0.01
 _NORMAL = 0.01
@@ -57,7 +57,7 @@ class Budget(Adaptive):
 
     Measured in steps 0, 2, 4, 8, ... and then every ``period``. Until a site was measured, and where no formula is
     known for an op, bounds are cautious multiples of the standard deviation: ``warm_up`` ("0.1 std", with ``memory``
-    "0.4 std"), and 0.3 std (attention of a kind that is not known: 0.05 std) times sqrt(noise / 0.01). Nothing is held
+    "0.4 std"), and 0.1 std (attention of a kind that is not known: 0.05 std) times sqrt(noise / 0.01). Nothing is held
     exactly just because it is new, so that memory has no spike at the start.
 
     A bound goes half the way (of its logarithm) to what the last statistics ask for, moves by a factor of two at most
