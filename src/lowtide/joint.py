@@ -278,15 +278,17 @@ class Joiner:
     def _join(self, couple: Couple) -> list[Handle] | None:
         """Hold both in one payload; gives the saves of the second tensor that it does not serve.
 
-        None where a bound or the size of the payload would have to be known, and is not.
+        None where a bound, the size of the payload or a weight would have to be known, and is not.
         """
-        settler, reader, first = self._settler, couple.reader, couple.pair.source
+        settler, reader, first, norm = self._settler, couple.reader, couple.pair.source, couple.pair.norm()
+        if norm is None:
+            return None
         x, y = couple.tensors()
         bound = settler.measure(x, couple.decision, first)
         made_bound = settler.measure(y, reader[1], reader[0]) if reader is not None else None
         if bound is None or (reader is not None and made_bound is None):
             return None
-        table = _fold.table(couple.pair.norm(), bound, made_bound, x.dtype)
+        table = _fold.table(norm, bound, made_bound, x.dtype)
         stored = self._store(couple, _fold.fold(x, y, table))
         if stored is None:
             return None

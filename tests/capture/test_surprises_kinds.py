@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -148,14 +145,6 @@ def test_other_floating_dtypes(dtype, gradients, assert_same):
     session.detach()
     session = lowtide.attach(model, min_size=0, check="full")
     assert {gradient.dtype for gradient in gradients(model, x)} == {dtype}
-
-
-@pytest.fixture
-def one_process(tmp_path) -> Iterator[None]:
-    """A process group of one, on the CPU."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_tensor_parallel_models_pass_through(one_process, gradients):

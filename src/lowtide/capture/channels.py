@@ -34,7 +34,7 @@ class Channels:
         rest = tuple(axis for axis in range(gy.dim()) if axis != 1)
         found = {
             "absmax": self.absmax,
-            "scale": self.scale,
+            "scale": self.scale.clone(),  # when the numbers are sent its memory may be gone (FSDP)
             "inverse_std": self.inverse_std,
             "gradient_peak": torch.linalg.vector_norm(gy, torch.inf, rest),
             "gradient_nonzero": count_nonzero(gy, rest),

@@ -16,6 +16,7 @@ from lowtide.capture import graph, identity, makers, needs, pairs
 from lowtide.capture.habits import Habit, Habits, Save, has_state, site_of
 from lowtide.capture.handles import Alias, Deduplicator, Entry, Extent, Handle, Passed, Recast, extent_of
 from lowtide.capture.scopes import Region, Scope, Scopes
+from lowtide.capture.sharding import Sharding
 from lowtide.ledger import Ledger
 from lowtide.records import ROOT, Kind, Need, TensorSpec
 
@@ -52,6 +53,7 @@ class Capture:
         self._min_size, self._recast, self._remake, self._joins = min_size, recast, remake, joins
         self.on_named: Callable[[Any, Handle], None] | None = None  # while statistics are wanted
         self._habits = Habits()
+        self._sharding = Sharding(model)
         self._small: dict[str, str] = {}  # what small tensors are called, by module path
         self.scopes = Scopes(self._pack, _unpack, self._look, self._settle_all, self._flush)
 
@@ -67,6 +69,7 @@ class Capture:
         if scope.is_new:
             scope.is_new = False
             self._habits.begin()
+            self._sharding.look()
         if type(tensor) is nn.Parameter:
             return Passed(tensor, path)
         habits = self._habits
@@ -185,7 +188,8 @@ class Capture:
         if entry.raw is None:
             entry.raw, entry.spec = tensor.detach(), handle.spec
         if self._remake and entry.maker is None:
-            entry.maker = makers.find(tensor) or (pairs.find(tensor) if self._joins else None)
+            maker = makers.find(tensor, sharded=self._sharding.is_on)
+            entry.maker = maker or (pairs.find(tensor) if self._joins else None)
         return entry
 
     def _is_ready(self, scope: Scope, entry: Entry) -> None:

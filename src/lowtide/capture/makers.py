@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.capture.handles import Handle, Passed, Recast
+from lowtide.capture.sharding import has_memory
 from lowtide.capture.sums import working
 from lowtide.coding import layout
 from lowtide.kernels import _normalise
@@ -45,8 +46,11 @@ class Maker:
     is_exact: bool
 
 
-def find(tensor: Tensor) -> Maker | None:
-    """Who made ``tensor``, if it can be made again: with nothing in between but one cast and changes of shape."""
+def find(tensor: Tensor, *, sharded: bool = False) -> Maker | None:
+    """Who made ``tensor``, if it can be made again: with nothing in between but one cast and changes of shape.
+
+    ``sharded``: weights may be without their memory when the tensor is asked for, since that is another layer's turn.
+    """
     node, casts, name = tensor.grad_fn, 0, ""
     for _ in range(_MOST_STEPS):
         name = type(node).__name__
@@ -58,7 +62,7 @@ def find(tensor: Tensor) -> Maker | None:
         node = node.next_functions[0][0]
     if name not in _MAKERS or tensor._version or not tensor.is_contiguous():
         return None
-    maker = _MAKERS[name](node)
+    maker = _MAKERS[name](node, sharded)
     return maker if maker is not None and _is_alike(maker.source.spec, tensor) else None
 
 
@@ -67,11 +71,11 @@ def _is_alike(spec: TensorSpec, tensor: Tensor) -> bool:
     return spec.numel == tensor.numel() and spec.device == tensor.device and layout.is_contiguous(spec)
 
 
-def _gelu(node: Any) -> Maker | None:
+def _gelu(node: Any, sharded: bool) -> Maker | None:
     return _pointwise("gelu", node, partial(F.gelu, approximate=node._saved_approximate), _gelu_slope)
 
 
-def _silu(node: Any) -> Maker | None:
+def _silu(node: Any, sharded: bool) -> Maker | None:
     return _pointwise("silu", node, F.silu, _silu_slope)
 
 
@@ -101,11 +105,17 @@ def _silu_slope(x: Tensor) -> Tensor:
     return s * (1 + x * (1 - s))
 
 
-def _layer_norm(node: Any) -> Maker | None:
+def _layer_norm(node: Any, sharded: bool) -> Maker | None:
     source = _handle(node, "input")
     mean, inverse_std, weight, bias = (_owned(node, field) for field in ("result1", "result2", "weight", "bias"))
     if source is None or mean is None or inverse_std is None:
         return None
+    if sharded:
+        if not all(part is None or has_memory(part.restore()) for part in (weight, bias)):
+            return None
+        weight, bias = (
+            None if part is None else Passed(part.restore().clone(), part.call_path) for part in (weight, bias)
+        )
 
     def run(x: Tensor, dtype: torch.dtype) -> Tensor:
         scale, shift = (None if part is None else part.restore() for part in (weight, bias))
@@ -132,7 +142,7 @@ def _mean_square(x: Tensor) -> Tensor:
     return x.to(working(x)).square().mean()
 
 
-_MAKERS: dict[str, Callable[[Any], Maker | None]] = {
+_MAKERS: dict[str, Callable[[Any, bool], Maker | None]] = {
     "GeluBackward0": _gelu,
     "SiluBackward0": _silu,
     "NativeLayerNormBackward0": _layer_norm,

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from lowtide.capture.handles import Handle, Passed
+from lowtide.capture.sharding import has_memory
 from lowtide.coding.fold import Norm
 from lowtide.records import Need, Per
 
@@ -32,8 +33,11 @@ class Pair:
     weight: Passed
     bias: Tensor
 
-    def norm(self) -> Norm:
+    def norm(self) -> Norm | None:
+        """None where the memory of weights has been given back until backward, as FSDP does between layers."""
         weight, mean, inverse_std = self.weight.restore(), self.mean.restore(), self.inverse_std.restore()
+        if not has_memory(weight) or not has_memory(self.bias):
+            return None
         return Norm(mean, inverse_std, weight, self.bias.detach())
 
 

@@ -170,23 +170,25 @@ def _norm(op: str, node: Any, x: Tensor, below: Producer | None) -> list[Probe]:
 
 
 def _batch_norm(node: Any, x: Tensor, below: Producer | None) -> list[Probe]:
+    """Weights are read in backward, not here: in between they may be without their memory (FSDP)."""
     inverse_std, count = node._saved_result2.to(working(x)), x.numel() // x.shape[1]
     rest = tuple(axis for axis in range(x.dim()) if axis != 1)
-    factor = node._saved_weight.detach() * inverse_std
-    squared = factor.square()
+    weight = node._saved_weight.detach()
 
     def onward(grads: Grads, gy: Arrived) -> Tensor:
         gscale = grads[1]
         assert gscale is not None, "the formula is not asked without it"
-        gscale = gscale.to(squared.dtype)
+        gscale = gscale.to(inverse_std.dtype)
         even = gscale if gy.evenness is None else gscale * gy.evenness
         reach = torch.addcmul(gy.squares(rest), gscale, even, value=1 + 2 / count)
-        return torch.dot(squared, reach) / count
+        return torch.dot((weight * inverse_std).square_(), reach) / count
 
     found = [Probe(PROPAGATED, 0, onward, reads=(1,))]
     if below is not None:
-        mixed = (factor * inverse_std * _mix(node, x, below)).square_()
-        found.append(Probe(BELOW, 0, lambda _, gy: torch.dot(mixed, gy.squares(rest)), below.weight))
+        mixed = inverse_std.square() * _mix(node, x, below)
+        found.append(
+            Probe(BELOW, 0, lambda _, gy: torch.dot((weight * mixed).square_(), gy.squares(rest)), below.weight)
+        )
     return found
 
 
