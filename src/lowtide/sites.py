@@ -94,8 +94,9 @@ def _leap(before: BoundSource | str, after: BoundSource) -> float:
 
 
 def _key(x: Tensor, site: Site, need: Need) -> tuple[str, str, str, tuple[int, ...]]:
+    """Bounds of rows are measured at every save: what is known does not depend on how many there are."""
     axes = need.axes(x.dim())
-    sizes = tuple([x.shape[axis] for axis in axes if axis]) if axes else ()
+    sizes = tuple([x.shape[axis] for axis in axes]) if axes and 0 not in axes else ()
     return site.name, str(x.dtype), need.per.value, sizes
 
 

@@ -318,3 +318,22 @@ def test_a_fit_that_fails_is_told_once():
             failures += 1
         sites.wait()
     assert failures == 1 and codec._fits > 1
+
+
+def test_rows_of_any_number_share_what_is_known():
+    """Sentences have lengths of their own: a site must not begin anew with each of them."""
+    sites, codec, rule = Sites(refresh=20), Sz(coder="rans"), BoundRule.parse("0.5 std")
+    for length in range(40, 60):
+        x = torch.randn(4, length, 64) * torch.rand(4, length, 1)
+        memo = recall(sites, x, rule, ROW, codec)
+        assert memo.bound.value.shape == (4, length)
+        decoded = codec.decode(codec.encode(x, memo.bound, plan=memo.plan))
+        assert ((decoded - x).abs() <= memo.bound.value.unsqueeze(-1)).all()
+    assert len(sites.memos()) == 1 and len(sites.state_dict()) == 1
+
+
+def test_another_number_of_channels_is_another_matter():
+    sites, rule = Sites(refresh=20), BoundRule.parse("0.5 std")
+    for channels in (6, 8):
+        assert recall(sites, torch.randn(4, channels, 50), rule, CHANNEL).bound.value.shape == (channels,)
+    assert len(sites.memos()) == 2
