@@ -228,7 +228,8 @@ class _SecondRun:
         return RecomputeError(
             f"{self._path}: run again in backward, the module saved other tensors than the {len(self._slots)} that it "
             f"saved in forward: {difference}. If what it does depends on values, keep its inputs exactly "
-            "(boundary='exact'); if it depends on anything else, do not recompute it"
+            "(boundary='exact'); if it grows a cache with every run, turn that off (use_cache=False); if it depends on "
+            "anything else, do not recompute it"
         )
 
 
