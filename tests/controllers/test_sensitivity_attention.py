@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from disturbed import Disturbed
 from torch import Tensor, nn
 
 import lowtide
@@ -30,44 +31,29 @@ def tensors(sharpness: float = 1.0, shared: int = 4, length: int = 24) -> dict[s
     return found
 
 
-class Disturbed:
-    """Torch's attention, whose backward finds errors in one of the tensors that it saved."""
+class Attention(Disturbed):
+    """Torch's own, and what an error in one of its tensors does to the worst of three gradients, as a share."""
 
     def __init__(self, saved: dict[str, Tensor], **options: Any) -> None:
-        self.inputs = [saved[name].clone().requires_grad_() for name in FIELDS[:3]]
-        self.errors: dict[int, Tensor] = {}
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, self._unpack):
-            self.y = F.scaled_dot_product_attention(*self.inputs, **options)
-        self.gy = torch.randn(self.y.shape, generator=torch.Generator().manual_seed(1), dtype=self.y.dtype)
-
-    def _unpack(self, x: Tensor) -> Tensor:
-        error = self.errors.get(x.data_ptr())
-        return x if error is None else x + error
-
-    def tensor(self, field: str) -> Tensor:
-        return self.y if field == "output" else self.inputs[FIELDS.index(field)]
-
-    def gradients(self, field: str | None = None, spread: float = 0.0) -> tuple[Tensor, ...]:
-        x = self.tensor(field or "query")
-        noise = (torch.rand_like(x) * 2 - 1).detach() * 3**0.5 * spread
-        self.errors = {} if field is None else {x.data_ptr(): noise}
-        return torch.autograd.grad(self.y, self.inputs, self.gy, retain_graph=True)
+        inputs = [saved[name].clone().requires_grad_() for name in FIELDS[:3]]
+        super().__init__(lambda: F.scaled_dot_product_attention(*inputs, **options))
 
     def share(self, field: str, spread: float, draws: int = 60) -> float:
-        """The worst of the three gradients: added variance over energy, for errors of variance one."""
-        exact = self.gradients()
+        """Added variance over energy, for errors of variance one."""
+        exact, x = self.gradients(), self.saved[field]
         shares = torch.zeros(3, dtype=torch.float64)
         for _ in range(draws):
-            for n, (a, b) in enumerate(zip(exact, self.gradients(field, spread), strict=True)):
+            error = (torch.rand_like(x) * 2 - 1) * 3**0.5 * spread
+            for n, (a, b) in enumerate(zip(exact[:3], self.gradients(field, error)[:3], strict=True)):
                 shares[n] += float((b - a).square().sum() / a.square().sum()) / draws
         return float(shares.max()) / spread**2
 
+    @torch.no_grad()
     def predicted(self, field: str) -> float:
         grads = self.gradients()
-        with torch.no_grad():
-            (probe,) = sensitivity.probes(Site("", OP, field), "attention", self.y.grad_fn, self.tensor(field).detach())
-            assert probe.kind == PROPAGATED
-            return float(probe.measure(grads, Arrived(self.gy)) / grads[probe.edge].square().sum())
+        (probe,) = sensitivity.probes(Site("", OP, field), "attention", self.node, self.saved[field])
+        assert probe.kind == PROPAGATED
+        return float(probe.measure(grads, Arrived(self.gy)) / grads[probe.edge].square().sum())
 
 
 CASES: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {
@@ -85,7 +71,7 @@ def test_of_torchs_own_backward(case: str, field: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(attention, "_SAMPLES", 3)
     torch.manual_seed(0)
     saved, options = CASES[case]
-    run = Disturbed(saved, **options)
+    run = Attention(saved, **options)
     assert type(run.y.grad_fn).__name__ == "ScaledDotProductFlashAttentionForCpuBackward0"
     assert run.predicted(field) == pytest.approx(run.share(field, 0.003), rel=0.3)
 
@@ -93,7 +79,7 @@ def test_of_torchs_own_backward(case: str, field: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("field", FIELDS)
 def test_some_rows_tell_enough(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums over few queries average less, so that noise is taken for larger than it is, never for far smaller."""
-    run = Disturbed(tensors(2, length=64), is_causal=True)
+    run = Attention(tensors(2, length=64), is_causal=True)
     whole = run.predicted(field)
     monkeypatch.setattr(attention, "_ENTRIES", 4 * 64 * 16)
     assert 0.4 * whole < run.predicted(field) < 4 * whole
@@ -101,12 +87,12 @@ def test_some_rows_tell_enough(field: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_sharp_attention_asks_for_finer_keys() -> None:
     saved = tensors()
-    flat, sharp = Disturbed(saved), Disturbed({**saved, "query": 8 * saved["query"]})
+    flat, sharp = Attention(saved), Attention({**saved, "query": 8 * saved["query"]})
     assert sharp.predicted("key") > 20 * flat.predicted("key")
 
 
 def test_the_part_is_shared_by_the_four_and_holds_no_more_than_samples() -> None:
-    run = Disturbed(tensors())
+    run = Attention(tensors())
     node = run.y.grad_fn
     measures = [attention.measure_attention(node, field) for field in FIELDS]
     (part,) = attention._RECENT.values()
@@ -118,7 +104,7 @@ def test_the_part_is_shared_by_the_four_and_holds_no_more_than_samples() -> None
 def test_rows_that_see_nothing_do_no_harm() -> None:
     mask = torch.zeros(24, 24, dtype=torch.float64)
     mask[3] = -torch.inf
-    run = Disturbed(tensors(), attn_mask=mask)
+    run = Attention(tensors(), attn_mask=mask)
     run.gy[:, :, 3] = 0
     assert run.predicted("key") < float("inf")
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.capture.sums import Arrived, count_nonzero, square
+from lowtide.capture.sums import Arrived, count_nonzero, square, working
 
 Measure = Callable[[Sequence[Tensor | None], Arrived], Tensor]
 
@@ -63,26 +63,26 @@ def _inner(op: str, field: str, node: Any, x: Tensor) -> float:
 
 
 def _quotient(other: Tensor, share: Tensor) -> Measure:
-    return lambda _, gy: square(gy.gradient / other.square()) * share
+    return lambda _, gy: square(gy.gradient / other.to(working(other)).square()) * share
 
 
 def _variance(node: Any, x: Tensor) -> Measure:
     correction = 1 if node._saved_correction is None else float(node._saved_correction)
+    numel = x.numel()
 
     def measure(_: Sequence[Tensor | None], gy: Arrived) -> Tensor:
-        count = x_numel / max(gy.gradient.numel(), 1)
+        count = numel / max(gy.gradient.numel(), 1)
         return gy.square() * (4 * (count - 1) / max(count - correction, 1e-12) ** 2)
 
-    x_numel = x.numel()
     return measure
 
 
 def _norm(node: Any, x: Tensor) -> Measure:
-    y, x_numel = node._saved_result.detach(), x.numel()
+    y, numel = node._saved_result.detach(), x.numel()
 
     def measure(_: Sequence[Tensor | None], gy: Arrived) -> Tensor:
         shares = torch.where(y == 0, 0, gy.gradient.reshape(y.shape) / y)
-        return square(shares) * (x_numel / max(y.numel(), 1))
+        return square(shares) * (numel / max(y.numel(), 1))
 
     return measure
 
