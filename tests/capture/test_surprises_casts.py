@@ -124,3 +124,83 @@ def test_a_training_loop_inside_one_autocast_region():
         return [parameter.detach() for parameter in model.parameters()]
 
     assert all(torch.equal(one, other) for one, other in zip(train(False), train(True), strict=True))
+
+
+FROZEN = {
+    "linear": (lambda: nn.Linear(64, 48), (64, 64)),
+    "linear of three dimensions": (lambda: nn.Linear(64, 48), (4, 16, 64)),
+    "square, without a bias": (lambda: nn.Linear(64, 64, bias=False), (64, 64)),
+    "conv": (lambda: nn.Conv2d(16, 24, 3, padding=1), (4, 16, 8, 8)),
+    "channels_last": (lambda: nn.Conv2d(16, 24, 3).to(memory_format=torch.channels_last), (4, 16, 8, 8)),
+    "conv whose input has the shape of its weight": (lambda: nn.Conv2d(3, 16, 3, padding=1), (16, 3, 3, 3)),
+    "transposed conv": (lambda: nn.ConvTranspose2d(16, 24, 3), (4, 16, 8, 8)),
+}
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_casts_of_frozen_weights_are_made_again(name, build, gradients, assert_same):
+    """As in LoRA: below a frozen layer there is something to train, and its cast has no trace of the weight."""
+    make, shape = FROZEN[name]
+    layer, x = make().requires_grad_(False), torch.randn(shape)
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.layer(x * self.scale).float().square()
+
+    model = build(forward, layer=layer)
+    model.scale = nn.Parameter(torch.ones(shape[-1]))
+    plain = gradients(model, x)
+    session = lowtide.attach(model, "exact", min_size=0, check="full")
+    for _ in range(4):  # also when the layer's saves are known by habit
+        assert_same(plain, gradients(model, x))
+    kept = [entry.reason for entry in session.report().sites]
+    assert not any("frozen" in reason for reason in kept), kept
+    session.detach()
+    session = lowtide.attach(model, "exact", min_size=0, recast=False)
+    assert_same(plain, gradients(model, x))
+    assert any("cast of a frozen weight" in entry.reason for entry in session.report().sites)
+
+
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, 2 * self.weight, self.bias)
+
+
+def _hooked() -> nn.Module:
+    layer = nn.Linear(64, 64)
+    layer.register_forward_pre_hook(lambda module, args: (args[0] * torch.ones(64, 64),))
+    return layer
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: Scaled(64, 64), _hooked, lambda: nn.utils.parametrizations.weight_norm(nn.Linear(64, 64))],
+    ids=["computed", "hooked", "parametrized"],
+)
+def test_what_only_looks_like_a_frozen_weight_is_kept(make, build, gradients, assert_same):
+    layer = make().requires_grad_(False)
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.layer(x * self.scale).float().square()
+
+    model, x = build(forward, layer=layer), torch.randn(64, 64)
+    model.scale = nn.Parameter(torch.ones(64))
+    plain = gradients(model, x)
+    lowtide.attach(model, "exact", min_size=0)
+    assert_same(plain, gradients(model, x))
+
+
+def test_beside_a_trained_bias_a_cast_is_not_told_from_an_input(build, gradients, assert_same):
+    """The input, whose gradient nobody wants, is saved for its shape, and here has the shape of the weight."""
+    layer = nn.Conv2d(3, 16, 3, padding=1)
+    layer.weight.requires_grad_(False)
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.layer(x * 1).float().square()
+
+    model, x = build(forward, layer=layer), torch.randn(16, 3, 3, 3)
+    plain = gradients(model, x)
+    lowtide.attach(model, "exact", min_size=0)
+    assert_same(plain, gradients(model, x))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.capture import graph, identity, makers, needs, pairs
-from lowtide.capture.habits import Habit, Habits, Save, has_state, site_of
+from lowtide.capture.habits import Habit, Habits, Save, has_state, site_of, state_of
 from lowtide.capture.handles import Alias, Deduplicator, Entry, Extent, Handle, Passed, Recast, extent_of
 from lowtide.capture.scopes import Region, Scope, Scopes
 from lowtide.capture.sharding import Sharding
@@ -102,9 +102,15 @@ class Capture:
             self._settle_ready(scope, entry)
         return handle
 
-    def _take(self, tensor: Tensor, scope: Scope, module: nn.Module | None, path: str) -> Handle:
+    def _take(self, tensor: Tensor, scope: Scope, module: nn.Module | None, path: str) -> Handle | Recast:
         handle = _handle(tensor, module, path, scope.packed)
         left = self._left_alone(tensor, scope, module)
+        if left is identity.FROZEN_CAST and self._recast:
+            assert module is not None, "it has the weight"
+            weight = identity.frozen_weight(tensor, module) if state_of(module) is not None else None
+            recast = Recast.of(weight, tensor, path) if weight is not None else None
+            if recast is not None:
+                return recast
         if left is None:
             self._wait(handle, tensor, scope, module)
         else:

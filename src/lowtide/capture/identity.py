@@ -149,6 +149,24 @@ def is_frozen_cast(tensor: Tensor, module: nn.Module | None) -> bool:
     )
 
 
+_WITH_A_WEIGHT = frozenset(
+    (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+)
+
+
+def frozen_weight(tensor: Tensor, module: nn.Module) -> nn.Parameter | None:
+    """The weight of a plain layer of which ``tensor``, that looks like it, is the cast; None where that is not certain.
+
+    If no parameter of the layer is trained, a gradient leads to its input, or the layer would save nothing. So what it
+    saves without a gradient is its weight, or the cast that autocast has made for this very call.
+    """
+    weight = module._parameters.get("weight")
+    if type(module) not in _WITH_A_WEIGHT or type(weight) is not nn.Parameter or tensor._version:
+        return None
+    is_trained = any(part is not None and part.requires_grad for part in module._parameters.values())
+    return None if is_trained or weight.dtype == tensor.dtype else weight
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether the tensor is an ordinary one, with a storage that can be told from others."""
     return type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
