@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import pytest
@@ -109,6 +110,22 @@ def test_quotients_and_reductions(name):
     x, y = normal(120, 80).requires_grad_(), normal(120, 80).requires_grad_()
     op, field = name.split(",")[0].split(".")
     check(Disturbed(lambda: PRODUCTS[name](x, y)), op, field, "product", draws=60)
+
+
+@pytest.mark.parametrize(
+    ("op", "family", "function"),
+    [
+        ("elu", "pointwise", F.selu),
+        ("hardswish", "pointwise", lambda x: F.hardswish(x + 3)),
+        ("pow", "pointwise", lambda x: (x + 1e4) ** 10),
+        ("div", "product", lambda x: (x + 1) / torch.zeros(64, 64).requires_grad_()),
+        ("linalg_vector_norm", "product", lambda x: torch.linalg.vector_norm(x, dim=1)),
+    ],
+)
+def test_numbers_stay_finite(op, family, function):
+    """One that is not would keep all sites of the step from being learnt from."""
+    run = Disturbed(lambda: function(torch.zeros(64, 64).requires_grad_()))
+    assert math.isfinite(predicted(run, op, "self", family)[0])
 
 
 def test_a_divisor_of_half_precision():

@@ -59,13 +59,14 @@ def _log_sigmoid(node: Any, x: Tensor) -> Tensor:
 
 def _power(node: Any, x: Tensor) -> Tensor:
     exponent = float(node._saved_exponent)
-    return x ** (exponent - 2) * (exponent * (exponent - 1))
+    return x.double() ** (exponent - 2) * (exponent * (exponent - 1))  # squares of high powers leave float32
 
 
 def _by_difference(slope: Curvature) -> Curvature:
     def curvature(node: Any, x: Tensor) -> Tensor:
-        apart = (x.std(correction=0) * _APART).clamp_(min=torch.finfo(x.dtype).tiny)
-        return (slope(node, x + apart) - slope(node, x - apart)) / (2 * apart)
+        apart = x.std(correction=0) * _APART
+        found = (slope(node, x + apart) - slope(node, x - apart)) / (2 * apart)
+        return torch.where(apart > 0, found, 0)  # values that are all alike are stored exactly
 
     return curvature
 

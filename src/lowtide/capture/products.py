@@ -63,7 +63,11 @@ def _inner(op: str, field: str, node: Any, x: Tensor) -> float:
 
 
 def _quotient(other: Tensor, share: Tensor) -> Measure:
-    return lambda _, gy: square(gy.gradient / other.to(working(other)).square()) * share
+    def measure(_: Sequence[Tensor | None], gy: Arrived) -> Tensor:
+        divisor = other.to(working(other)).square()
+        return square(torch.where(divisor == 0, 0, gy.gradient / divisor)) * share
+
+    return measure
 
 
 def _variance(node: Any, x: Tensor) -> Measure:
