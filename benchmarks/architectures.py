@@ -23,7 +23,6 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -215,9 +214,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("architectures", nargs="?", default=",".join(ARCHITECTURES), metavar="NAMES", help="(default: all)")
     add("--precision", default="fp32,bf16", help="of fp32, bf16 (autocast) (default: %(default)s)")
     add("--steps", type=int, default=18, help="in which bounds set themselves (default: %(default)s)")
-    add("--revision", help="what rows say of the code (default: asked of git)")
-    add("--out", default="benchmarks/results/architectures.csv", help="CSV file; - for none (default: %(default)s)")
-    add("--traceback", action="store_true", help="show where an error came from")
+    arguments.add_output(parser, out="benchmarks/results/architectures.csv")
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -233,7 +230,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         raise UsageError(
             "this measures models of transformers, which is not installed: pip install transformers"
         ) from None
-    out = ResultFile(None if options.out == "-" else Path(options.out), COLUMNS).begin()
+    out = ResultFile(arguments.find_out(options), COLUMNS).begin()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     shared = describe_environment(torch.device("cpu"), options.revision) | {"transformers": transformers.__version__}

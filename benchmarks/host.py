@@ -21,7 +21,6 @@ import struct
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -165,9 +164,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("models", nargs="?", default=",".join(MODELS), help="of %(default)s")
     add("--repeats", type=int, default=40, help="steps that count, of each way (default: %(default)s)")
-    add("--revision", help="what rows say of the code (default: asked of git)")
-    add("--out", default="benchmarks/results/host.csv", help="CSV file; - for none (default: %(default)s)")
-    add("--traceback", action="store_true", help="show where an error came from")
+    arguments.add_output(parser, out="benchmarks/results/host.csv")
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -176,7 +173,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     unknown = [name for name in names if name not in MODELS]
     if unknown:
         raise UsageError(f"{', '.join(unknown)}: not a model that is measured here; known: {', '.join(MODELS)}")
-    out = ResultFile(None if options.out == "-" else Path(options.out), COLUMNS).begin()
+    out = ResultFile(arguments.find_out(options), COLUMNS).begin()
     torch.set_num_threads(1)
     shared = describe_environment(torch.device("cpu"), options.revision)
     rows = []

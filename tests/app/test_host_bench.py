@@ -37,7 +37,7 @@ def test_a_row_for_each_model(bench, tmp_path):
     for row in rows:
         ours, plain = row["forward_ms"] + row["backward_ms"], row["plain_forward_ms"] + row["plain_backward_ms"]
         a_save = row["us_a_save_forward"] + row["us_a_save_backward"]
-        assert a_save == pytest.approx(1e3 * (ours - plain) / row["saves"]) and 1 < a_save < 10_000
+        assert a_save == pytest.approx(1e3 * (ours - plain) / row["saves"])
     assert (kernels.twin, _sz_cuda._function) == before, "what stood in for the device is gone"
     assert len(bench.show(rows)) == 4
 

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.capture.graph import saved_dim
 from lowtide.capture.sums import Arrived, norm, square, working
 
 Grads = Sequence[Tensor | None]
@@ -118,8 +119,7 @@ def measure_attention(node: Any, field: str) -> Measure | None:
 
 def measure_softmax(node: Any, y: Tensor) -> Measure:
     """For stored probabilities, from some of their rows. Zeros have no error."""
-    dim = int(node._saved_dim)
-    dim -= 1 << 64 if dim >= 1 << 63 else 0
+    dim = saved_dim(node)
     step = max(1, y.numel() // _ENTRIES)
     part = _rows(y, dim, step).to(working(y), copy=True)
     rows = y.numel() // max(y.shape[dim], 1)

@@ -40,6 +40,12 @@ def saved_by(node: Any) -> Iterator[tuple[str, Any]]:
             yield field, raw.data
 
 
+def saved_dim(node: Any) -> int:
+    """The axis that ``node`` works along; torch shows a negative one as an unsigned number."""
+    dim = int(node._saved_dim)
+    return dim - (1 << 64) if dim >= 1 << 63 else dim
+
+
 _MARK = "lowtide.visited"
 _scopes = itertools.count()
 

@@ -105,12 +105,9 @@ class Capture:
     def _take(self, tensor: Tensor, scope: Scope, module: nn.Module | None, path: str) -> Handle | Recast:
         handle = _handle(tensor, module, path, scope.packed)
         left = self._left_alone(tensor, scope, module)
-        if left is identity.FROZEN_CAST and self._recast:
-            assert module is not None, "it has the weight"
-            weight = identity.frozen_weight(tensor, module) if state_of(module) is not None else None
-            recast = Recast.of(weight, tensor, path) if weight is not None else None
-            if recast is not None:
-                return recast
+        recast = self._recast_of_frozen(tensor, module, path) if left is identity.FROZEN_CAST else None
+        if recast is not None:
+            return recast
         if left is None:
             self._wait(handle, tensor, scope, module)
         else:
@@ -266,6 +263,12 @@ class Capture:
     def _recast_of(self, tensor: Tensor, path: str) -> Recast | None:
         parameter = identity.cast_parameter(tensor)
         return Recast.of(parameter, tensor, path) if parameter is not None else None
+
+    def _recast_of_frozen(self, tensor: Tensor, module: nn.Module | None, path: str) -> Recast | None:
+        if not self._recast or module is None or state_of(module) is None:
+            return None
+        weight = identity.frozen_weight(tensor, module)
+        return Recast.of(weight, tensor, path) if weight is not None else None
 
     def _look(self, scope: Scope, output: Any) -> None:
         """Name the saves that an output leads to; they are settled later: the next op may save the same tensors."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lowtide import bounds
+from lowtide.capture.graph import saved_dim
 from lowtide.capture.sums import working
 
 _APART = 0.05  # of the standard deviation: between the two points of a difference and their middle
@@ -111,9 +112,7 @@ _CURVATURES: dict[tuple[str, str], Curvature] = {
 
 def _gated(node: Any, x: Tensor) -> Tensor:
     """GLU, y = a s(b) with both in ``x``: for an error in a and one in b, 2 s'(b)^2 + (a s''(b))^2."""
-    dim = int(node._saved_dim)
-    dim -= 1 << 64 if dim >= 1 << 63 else 0
-    a, b = (bounds.sample(half, ()).to(working(x)) for half in x.chunk(2, dim))
+    a, b = (bounds.sample(half, ()).to(working(x)) for half in x.chunk(2, saved_dim(node)))
     s = torch.sigmoid(b)
     slope = s * (1 - s)
     return (slope.square() * (2 + (a * (1 - 2 * s)).square())).mean()

@@ -15,6 +15,11 @@ def add_shared(parser: argparse.ArgumentParser, *, out: str) -> None:
     group = parser.add_argument_group("where and how")
     group.add_argument("--device", help="cuda, cuda:1 or cpu (default: cuda if there is one)")
     group.add_argument("--seed", type=int, default=0, help="of weights, data and dither (default: 0)")
+    add_output(group, out=out)
+
+
+def add_output(group: argparse._ActionsContainer, *, out: str) -> None:
+    """What also those benchmarks have that run on a CPU only."""
     group.add_argument(
         "--out", default=out, help="CSV file that rows are appended to, - for none (default: %(default)s)"
     )
