@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from device_ops import KINDS, attend, device_ops  # noqa: F401
 from disturbed import Disturbed
 from torch import Tensor, nn
 
@@ -17,7 +20,8 @@ from lowtide.capture.sums import Arrived
 from lowtide.records import Site
 from lowtide.statistics import PROPAGATED
 
-OP = "scaled_dot_product_flash_attention_for_cpu"
+OPS = {"ForCpu": "scaled_dot_product_flash_attention_for_cpu"}
+OPS |= {kind: f"scaled_dot_product_{kind}_attention" for kind in KINDS}
 FIELDS = ("query", "key", "value", "output")
 
 
@@ -31,12 +35,17 @@ def tensors(sharpness: float = 1.0, shared: int = 4, length: int = 24) -> dict[s
     return found
 
 
+def call_of(kind: str) -> Callable[..., Tensor]:
+    return F.scaled_dot_product_attention if kind == "ForCpu" else partial(attend, kind)
+
+
 class Attention(Disturbed):
     """Torch's own, and what an error in one of its tensors does to the worst of three gradients, as a share."""
 
-    def __init__(self, saved: dict[str, Tensor], **options: Any) -> None:
+    def __init__(self, saved: dict[str, Tensor], kind: str = "ForCpu", **options: Any) -> None:
         inputs = [saved[name].clone().requires_grad_() for name in FIELDS[:3]]
-        super().__init__(lambda: F.scaled_dot_product_attention(*inputs, **options))
+        self._op = OPS[kind]
+        super().__init__(lambda: call_of(kind)(*inputs, **options))
 
     def share(self, field: str, spread: float, draws: int = 60) -> float:
         """Added variance over energy, for errors of variance one."""
@@ -51,7 +60,7 @@ class Attention(Disturbed):
     @torch.no_grad()
     def predicted(self, field: str) -> float:
         grads = self.gradients()
-        (probe,) = sensitivity.probes(Site("", OP, field), "attention", self.node, self.saved[field])
+        (probe,) = sensitivity.probes(Site("", self._op, field), "attention", self.node, self.saved[field])
         assert probe.kind == PROPAGATED
         return float(probe.measure(grads, Arrived(self.gy)) / grads[probe.edge].square().sum())
 
@@ -74,6 +83,20 @@ def test_of_torchs_own_backward(case: str, field: str, monkeypatch: pytest.Monke
     run = Attention(saved, **options)
     assert type(run.y.grad_fn).__name__ == "ScaledDotProductFlashAttentionForCpuBackward0"
     assert run.predicted(field) == pytest.approx(run.share(field, 0.003), rel=0.3)
+
+
+@pytest.mark.usefixtures("device_ops")
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize(
+    ("kind", "case"), [*((kind, "causal") for kind in KINDS), ("efficient", "masked"), ("cudnn", "masked")]
+)
+def test_of_the_ops_of_a_device(kind: str, case: str, field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tensors under other nodes, with other fields: what is found of them is the same."""
+    saved, options = CASES[case]
+    monkeypatch.setattr(attention, "_SAMPLES", 3)
+    run = Attention(saved, kind, **options)
+    assert type(run.node).__name__ == f"ScaledDotProduct{kind.title()}AttentionBackward0"
+    assert run.predicted(field) == pytest.approx(Attention(saved, **options).predicted(field), rel=1e-6)
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -131,8 +154,9 @@ def test_softmax(dim: int) -> None:
 class Sharp(nn.Module):
     """Two blocks of attention whose scores have a spread of about ten."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
+        self._attend = call_of(kind)
         self.inner = nn.ModuleList(nn.Linear(32, 96) for _ in range(2))
         self.outer = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
         with torch.no_grad():
@@ -142,17 +166,19 @@ class Sharp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for inner, outer in zip(self.inner, self.outer, strict=True):
             query, key, value = (part.unflatten(-1, (2, 16)).transpose(1, 2) for part in inner(x).chunk(3, -1))
-            y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            y = self._attend(query, key, value, is_causal=True)
             x = x + outer(y.transpose(1, 2).flatten(2))
         return x
 
 
+@pytest.mark.usefixtures("device_ops")
 @pytest.mark.parametrize("steps", [2, 20])
-def test_sharp_attention_under_budget(steps: int) -> None:
+@pytest.mark.parametrize("kind", OPS)
+def test_sharp_attention_under_budget(kind: str, steps: int) -> None:
     """Probabilities are rebuilt from stored queries and keys: under bounds that only follow their spread, the error of
     the gradient was thousands of times the gradient."""
     torch.manual_seed(0)
-    model, x, y = Sharp(), torch.randn(8, 48, 32), torch.randn(8, 48, 32)
+    model, x, y = Sharp(kind), torch.randn(8, 48, 32), torch.randn(8, 48, 32)
 
     def gradients(model: nn.Module) -> list[Tensor]:
         model.zero_grad()
