@@ -6,7 +6,8 @@ Cross-entropy over three kinds of logits, recorded by ``Session.recording``: ``r
 that falls as that of words does, with the target among the likely ones) and ``peaked`` (nearly every row is sure and
 right, so that little of the gradient is left). Per bound: the relative error of the gradient in one step, that of the
 mean over many steps, which would fall with the root of their number if the error had no bias at all, the part of the
-bias that is a change of length, and how much smaller the log-probabilities become (float32, coder rans).
+bias that is a change of length, and how much smaller the log-probabilities become (float32, coder rans). Bounds are on
+the logarithms, or on the probabilities themselves.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.reports.text import table
 
-BOUNDS = (0.02, 0.05, 0.1, 0.2)
+BOUNDS = ("0.02", "0.05", "0.1", "0.2", "0.0003 probability", "0.001 probability", "0.003 probability")
 HEADS = ("logits", "bound", "error", "error_of_mean", "length", "ratio")
 
 
@@ -99,7 +100,7 @@ def main() -> None:
     rows = []
     for kind in ("random", "language", "peaked"):
         rows += measure(kind, options.rows, options.vocabulary, options.repeats)
-    cells = [[row["logits"], *(f"{row[head]:.3g}" for head in HEADS[1:])] for row in rows]
+    cells = [[row["logits"], row["bound"], *(f"{row[head]:.3g}" for head in HEADS[2:])] for row in rows]
     print("\n".join(table(HEADS, cells)))
     if options.out:
         with options.out.open("w", newline="") as file:

@@ -14,7 +14,8 @@ from lowtide.errors import BoundError, UnknownNameError
 from lowtide.records import Bound, Need
 
 _ENOUGH = 1 << 22  # values for a statistic
-UNITS = ("absolute", "std", "range", "absmax")
+CONSTANT = ("absolute", "probability")  # units that do not depend on the tensor
+UNITS = (*CONSTANT, "std", "range", "absmax")
 
 
 class BoundSource(Protocol):
@@ -33,6 +34,8 @@ class BoundRule:
     their largest magnitude: each per tensor, per channel or per row, as the op that reads the tensor needs it. Of a
     large tensor, statistics per tensor and per channel are those of evenly spaced entries along its first axis, four
     million values or a little more. The ``std`` of a row, or of a channel of a sample, is that of all its values.
+
+    ``probability`` is for log-probabilities: what is stored, and bounded, are the probabilities themselves.
     """
 
     value: float
@@ -65,7 +68,7 @@ class BoundRule:
 
     def resolve(self, x: Tensor, need: Need) -> Bound:
         axes = need.axes(x.dim())
-        if self.unit == "absolute":
+        if self.unit in CONSTANT:
             sizes = [x.shape[axis] for axis in axes]
             return Bound(torch.full(sizes, self.value, dtype=torch.float64, device=x.device), axes)
         value = _STATISTICS[self.unit](sample(x, axes), axes).double() * self.value

@@ -17,7 +17,7 @@ from lowtide.capture.handles import Alias, Entry, Handle
 from lowtide.capture.identity import Left
 from lowtide.capture.makers import Maker
 from lowtide.codecs import Codec
-from lowtide.coding import dither, layout
+from lowtide.coding import dither, layout, probabilities
 from lowtide.errors import PayloadError
 from lowtide.graphs.recording import Recording
 from lowtide.joint import Joiner
@@ -51,19 +51,20 @@ class Recipe:
     is_dense: bool
     is_ticketed: bool
     keeps_zeros: bool
+    as_probabilities: bool
     memo: Memo | None = None
 
 
 class Coded:
     """A save that waits as a payload; ``mask`` if its backward asks only where the tensor is not zero.
 
-    ``gates`` if that is ReLU's backward, which need not see the mask.
+    ``gates`` if that is ReLU's backward, which need not see the mask; ``logs`` if the payload has their exponentials.
     """
 
-    __slots__ = ("_gates", "_lent", "_mask", "payload")
+    __slots__ = ("_gates", "_lent", "_logs", "_mask", "payload")
 
-    def __init__(self, payload: Payload, *, mask: bool = False, gates: bool = False) -> None:
-        self.payload, self._mask = payload, mask
+    def __init__(self, payload: Payload, *, mask: bool = False, gates: bool = False, logs: bool = False) -> None:
+        self.payload, self._mask, self._logs = payload, mask, logs
         self._gates = gates and hasattr(payload.codec, "gate")
         self._lent: tuple[int, Tensor] | None = None
 
@@ -84,9 +85,9 @@ class Coded:
                 return lent[1]
         if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():  # neither, as a rule, in backward
             with Plainly(spec.device.type):
-                tensor = self.payload.nonzero() if self._mask else self.payload.decode(handle.name)
+                tensor = self._decode(handle)
         else:
-            tensor = self.payload.nonzero() if self._mask else self.payload.decode(handle.name)
+            tensor = self._decode(handle)
         if tensor.dtype is not spec.dtype or tensor.device != spec.device:
             raise _unlike(handle, tensor)
         if tensor.shape == spec.shape and tensor.stride() == spec.stride:
@@ -94,6 +95,10 @@ class Coded:
         if tensor.numel() != spec.numel:
             raise _unlike(handle, tensor)
         return tensor.as_strided(spec.shape, spec.stride, 0)
+
+    def _decode(self, handle: Handle) -> Tensor:
+        tensor = self.payload.nonzero() if self._mask else self.payload.decode(handle.name)
+        return probabilities.to_logs(tensor, handle.spec.dtype) if self._logs else tensor
 
 
 class Remade:
@@ -286,6 +291,8 @@ class Pipeline:
             x = raw if entry.spec is recipe.spec else _view(raw, recipe.spec)
             if not recipe.is_dense:
                 x = packed(x)
+            if recipe.as_probabilities:
+                x = probabilities.of_logs(x)
             stored = self._record(x, recipe, handle) if self._is_capturing else self._store(x, recipe, handle)
             if stored is None:
                 self._keep(handle, entry, raw, _NOT_KNOWN)
@@ -296,7 +303,8 @@ class Pipeline:
                 entry.share("nonzero", payload)
         if not recipe.is_dense:
             handle.spec = _packed_spec(raw, handle.spec)
-        handle.kept = Coded(payload, gates=handle.need is not None and handle.need.is_nonzero)
+        gates = handle.need is not None and handle.need.is_nonzero
+        handle.kept = Coded(payload, gates=gates, logs=recipe.as_probabilities)
         self.note(handle, entry, recipe.name, decision.reason, decision.bound_text, added)
 
     def encode(self, x: Tensor, decision: Decision, handle: Handle) -> tuple[Payload, int] | None:
@@ -349,10 +357,13 @@ class Pipeline:
         key = self._keys.setdefault(like, len(self._keys))
         if with_mask and need.kind is Kind.VALUES and hasattr(codec, "nonzero"):
             codec = _keeping_zeros(codec)  # type: ignore[arg-type]
-        codec = kernels.twin(codec, spec.device, spec.dtype)
+        as_probabilities = decision.as_probabilities
+        codec = kernels.twin(codec, spec.device, torch.float32 if as_probabilities else spec.dtype)
         is_dense, is_ticketed = layout.is_dense(spec.shape, spec.stride), getattr(codec, "ticketed", False)
         keeps_zeros = getattr(codec, "keep_zeros", False)
-        return Recipe(decision, spec, with_mask, key, codec, codec.name, is_dense, is_ticketed, keeps_zeros)
+        return Recipe(
+            decision, spec, with_mask, key, codec, codec.name, is_dense, is_ticketed, keeps_zeros, as_probabilities
+        )
 
     def _answer_mask(self, handle: Handle, entry: Entry, raw: Tensor, decision: Decision) -> None:
         """The question "is it zero?" costs nothing where the values are stored with a code for zero."""

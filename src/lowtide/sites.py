@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lowtide.background import Background
-from lowtide.bounds import BoundRule, BoundSource
+from lowtide.bounds import CONSTANT, BoundRule, BoundSource
 from lowtide.codecs import Codec
 from lowtide.errors import StateError
 from lowtide.records import Bound, Need, Site, TensorSpec
@@ -103,7 +103,7 @@ def _key(x: Tensor, site: Site, need: Need) -> tuple[str, str, str, tuple[int, .
 def _is_constant(memo: Memo) -> bool:
     """Whether tensors have nothing to say about the bound: one number in its own unit, and no means to count from."""
     source = memo.source
-    return isinstance(source, BoundRule) and source.unit == "absolute" and not memo.bound.axes
+    return isinstance(source, BoundRule) and source.unit in CONSTANT and not memo.bound.axes
 
 
 def _measure(memo: Memo, x: Tensor, codec: Any, need: Need) -> tuple[Bound, Any]:

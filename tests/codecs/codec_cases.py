@@ -218,6 +218,7 @@ _VARIANTS: dict[str, tuple[Case, ...]] = {
         Case("sz", "dither"),
         Case("sz", "nearest", {"rounding": "nearest"}, make_normals_with_nan, elementwise=True),
         Case("sz", "keep_zeros", {"keep_zeros": True}, make_half_zeros),
+        Case("sz", "stochastic", {"rounding": "stochastic"}),
         Case("sz", "raw", bound=1e-12),
         Case("sz", "rans", {"coder": "rans"}, make_normals, bound=0.5),
         Case("sz", "rans_keep_zeros", {"coder": "rans", "keep_zeros": True}, make_half_zeros, bound=0.5),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide.bounds import UNITS, BoundRule
+from lowtide.bounds import CONSTANT, UNITS, BoundRule
 from lowtide.errors import BoundError, UnknownNameError
 from lowtide.records import Bound, Kind, Need, Per, TensorSpec
 
@@ -98,12 +98,14 @@ def test_parse_refuses_what_is_not_a_bound(text: Any, message: str) -> None:
 
 @pytest.mark.parametrize("text", ["0.4 sdt", {"sdt": 0.4}])
 def test_an_unknown_unit_is_refused_with_the_known_ones(text: Any) -> None:
-    message = r"unknown unit of a bound 'sdt'; known: absmax, absolute, range, std\. Did you mean 'std'\?"
+    message = r"unknown unit of a bound 'sdt'; known: absmax, absolute, probability, range, std\. Did you mean 'std'\?"
     with pytest.raises(UnknownNameError, match=message):
         BoundRule.parse(text)
     with pytest.raises(UnknownNameError, match="unknown unit of a bound 'std range'"):
         BoundRule.parse("0.4 std range")
-    with pytest.raises(UnknownNameError, match=r"unknown unit of a bound '0\.4'; known: absmax, absolute, range, std"):
+    with pytest.raises(
+        UnknownNameError, match=r"unknown unit of a bound '0\.4'; known: absmax, absolute, probability, range, std"
+    ):
         BoundRule.parse({0.4: 1})
 
 
@@ -167,7 +169,7 @@ def test_any_shape_gets_a_bound_that_fits_it(unit: str, shape: tuple[int, ...], 
     bound = BoundRule(0.5, unit).resolve(x, NEEDS[need])
     bound.check_shape(TensorSpec.of(x))
     assert bool((bound.value >= 0).all())
-    if unit != "absolute":
+    if unit not in CONSTANT:
         np.testing.assert_allclose(bound.value.numpy(), 0.5 * expected(x, bound.axes, unit), rtol=1e-5)
 
 

@@ -51,7 +51,11 @@ def test_what_is_not_an_option_is_refused(name: str, option: str) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("sz", {"rounding": "nearst"}, r"unknown rounding 'nearst'; known: dither, nearest\. Did you mean 'nearest'\?"),
+        (
+            "sz",
+            {"rounding": "nearst"},
+            r"unknown rounding 'nearst'; known: dither, nearest, stochastic\. Did you mean 'nearest'\?",
+        ),
         ("sz", {"coder": "block"}, r"unknown coder 'block'; known: .*\bblocks\b.*\. Did you mean 'blocks'\?"),
         ("cast", {"to": "bf61"}, r"unknown cast target 'bf61'; known: bf16, fp8_e4m3, fp8_e5m2\. Did you mean 'bf16'"),
     ],

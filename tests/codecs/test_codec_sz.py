@@ -301,7 +301,7 @@ def test_a_bound_is_needed_and_has_to_fit() -> None:
         DITHER.encode(torch.zeros(3))
     with pytest.raises(BoundError, match=r"bound of shape \(4,\) along axes \(1,\) does not fit .* expected \(3,\)"):
         DITHER.encode(torch.zeros(2, 3), Bound.absolute(torch.ones(4), (1,)))
-    with pytest.raises(DtypeError, match=r"sz stores torch.float32, .*; got torch.int64"):
+    with pytest.raises(DtypeError, match=r"sz with rounding 'dither' stores torch.float32, .*; got torch.int64"):
         DITHER.encode(torch.zeros(3, dtype=torch.int64), Bound.absolute(0.1))
 
 

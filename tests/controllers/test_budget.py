@@ -193,7 +193,7 @@ def test_without_a_formula_a_multiple_of_the_spread():
     query = site("q:flash_attention.query", (), family="attention")
     assert settled(query)._rules[query.site] == BoundRule(_levels.quantise(0.05), "std")
     loss = site("l:log_softmax.result", (), family="log_probability")
-    assert settled(loss)._rules[loss.site] == BoundRule(_levels.quantise(0.02))
+    assert settled(loss)._rules[loss.site] == BoundRule(_levels.quantise(0.01 / 32), "probability")
 
 
 def test_no_gradient_no_limit_but_a_largest_bound():
@@ -233,8 +233,9 @@ def test_the_first_bounds_are_cautious_and_nothing_is_exact():
     budget = Budget()
     assert budget.bound(Site("a", "addmm", "mat1"), LINEAR) == BoundRule(0.1, "std")
     loss = Need(Kind.VALUES, "", family="log_probability")
-    assert budget.bound(Site("l", "log_softmax", "result"), loss) == BoundRule(_levels.quantise(0.02 * math.sqrt(3)))
-    assert Budget(memory=0.5).bound(Site("l", "log_softmax", "result"), loss) == BoundRule(_levels.quantise(0.02))
+    at = Site("l", "log_softmax", "result")
+    assert budget.bound(at, loss) == BoundRule(_levels.quantise(0.03 / 32), "probability")
+    assert Budget(memory=0.5).bound(at, loss) == BoundRule(_levels.quantise(0.01 / 32), "probability")
     assert Budget(warm_up="0.3 std").bound(Site("a", "addmm", "mat1"), LINEAR) == BoundRule(0.3, "std")
 
 

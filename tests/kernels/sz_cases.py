@@ -152,6 +152,8 @@ def _every_path(dtype: torch.dtype, random: torch.Generator) -> Iterator[Case]:
     x = mixture(dtype, random)
     for rounding, keep_zeros in OPTIONS if dtype == torch.float32 else OPTIONS[1:3]:
         yield Case("every path", x, Bound.absolute(EXACT_BOUND), rounding, keep_zeros)
+    if dtype == torch.float32:
+        yield Case("every path", x, Bound.absolute(EXACT_BOUND), "stochastic", False)
     yield Case("bound that is not exact", x, Bound.absolute(0.3), keep_zeros=False)
     yield Case("wide codes", x, Bound.absolute(3e-3), "nearest")
     yield Case("few zeros", x[: blocks.CHUNK + 7], Bound.absolute(EXACT_BOUND), keep_zeros=False)
@@ -162,7 +164,7 @@ def edges(dtype: torch.dtype, random: torch.Generator, bound: Bound, rounding: s
     """Values for elements of stream 77 where x / s is half a unit from the next, at both ends and in the middle of the
     intervals of codes up to the last one and beyond."""
     step = float(Sz(rounding=rounding).step(bound, TensorSpec.of(torch.empty(1, dtype=dtype))))
-    byte = dither.bytes_at(77, torch.arange(count)).double() if rounding == "dither" else 128.0
+    byte = 128.0 if rounding == "nearest" else dither.bytes_at(77, torch.arange(count)).double()
     code = torch.randint(-9, 10, (count,), generator=random)
     code = torch.where(torch.rand(count, generator=random) < 0.1, code.sign() * 2042 + code // 2, code)
     places = torch.tensor([-0.5, 0.0, 0.5, 127.5, 254.5, 255.0, 255.5]).double()
@@ -171,7 +173,7 @@ def edges(dtype: torch.dtype, random: torch.Generator, bound: Bound, rounding: s
 
 
 def _borders(dtype: torch.dtype, random: torch.Generator) -> Iterator[Case]:
-    for rounding in ("dither", "nearest"):
+    for rounding in ("dither", "nearest", "stochastic")[: 3 if dtype == torch.float32 else 2]:
         for size in (EXACT_BOUND, 0.37):
             bound = Bound.absolute(size)
             yield Case("ends of intervals", edges(dtype, random, bound, rounding), bound, rounding, False)

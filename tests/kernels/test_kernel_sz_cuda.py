@@ -141,6 +141,10 @@ INSTANCES = [
     Instance(F16, FIXED, "rans", zeros=True, values=4),
     Instance(BF16, MANY, zeros=True),
     Instance(F32, FIXED),
+    Instance(F32, TENSOR, rounding="stochastic"),
+    Instance(F32, TENSOR, "rans", "stochastic", values=4),
+    Instance(F32, INNER, "rans", "stochastic", values=1),
+    Instance(F32, RUNS, "rans", "stochastic", zeros=True, values=2),
 ]
 # Shapes, orders of the axes in memory, and axes of the bound, by kind.
 LAYOUTS: dict[int, list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]] = {

@@ -101,7 +101,11 @@ def test_a_file_works_where_it_is_used(file, sites):
         ({"bound": "nan std"}, BoundError, "bound must be finite and greater than zero"),
         ({"bound": True}, BoundError, "cannot read True as a bound"),
         ({"bound": "a lot"}, BoundError, "cannot read 'a lot' as a bound; write a number, or one with a unit"),
-        ({"bound": "0.4 sigma"}, UnknownNameError, "unknown unit of a bound 'sigma'; known: absmax, absolute, range"),
+        (
+            {"bound": "0.4 sigma"},
+            UnknownNameError,
+            "unknown unit of a bound 'sigma'; known: absmax, absolute, probability, range",
+        ),
         ({"bound": {"std": 1, "range": 1}}, BoundError, "a bound has one unit"),
         ({"bound": []}, BoundError, "cannot read"),
         ("head", PolicyError, "a rule is a Rule or a mapping, got str: 'head'"),

@@ -256,9 +256,11 @@ def test_budget_has_a_rule_for_log_probabilities(mlp, x):
             loss.backward()
             optimizer.step()
         (entry,) = [entry for entry in tide.report().sites if entry.name == LOG_SOFTMAX]
-        bounds.append(float(entry.bound.split()[0]))
+        value, unit = entry.bound.split()
+        bounds.append(float(value))
+        assert unit == "probability"
         tide.detach()
-    assert bounds[0] == pytest.approx(0.02, rel=0.2) and bounds[1] == pytest.approx(2 * bounds[0], rel=0.3)
+    assert bounds[0] == pytest.approx(0.01 / 32, rel=0.2) and bounds[1] == pytest.approx(4 * bounds[0], rel=0.3)
 
 
 def test_it_decorates_functions(mlp, x):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowtide import bounds
-from lowtide.bounds import BoundRule, BoundSource
+from lowtide.bounds import CONSTANT, BoundRule, BoundSource
 from lowtide.coding import blocks, layout, membership, rans, rans_fit
 from lowtide.coding.grid import Grid
 from lowtide.coding.survey import PIECES, survey
@@ -20,7 +20,7 @@ from lowtide.records import Bound, Encoded, Need, TensorSpec
 __all__ = ["Sz"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_ROUNDINGS = ("dither", "nearest")
+_ROUNDINGS = ("dither", "nearest", "stochastic")
 _CODERS = ("auto", "blocks", "rans")
 # Elements worked on at a time: few enough for the cache of a CPU, many elsewhere to have few launches.
 _SLAB_CPU, _SLAB = 1 << 17, 1 << 24
@@ -66,7 +66,11 @@ class Sz:
     memory order.
 
     Zeros come back as zeros where "exactly zero" has a code of its own: if more than one value in 64 of a sample is
-    zero, with nearest rounding anyway, and with ``keep_zeros``, so that ``nonzero`` recovers it without the values.
+    zero, with any rounding but dither anyway, and with ``keep_zeros``, so that ``nonzero`` recovers it without the
+    values.
+
+    ``rounding``: ``dither``, ``nearest``, or, for float32, ``stochastic``: to one of the multiples of the step around
+    x, at random, so that the mean is x. Its step is half as large; it is for values most of which lie far below it.
 
     ``coder``: ``rans`` comes near the entropy of the codes, ``blocks`` is simpler; ``auto`` is rans on NVIDIA GPUs and
     blocks elsewhere. Values do not depend on it.
@@ -88,7 +92,7 @@ class Sz:
             raise UnknownNameError("coder", self.coder, _CODERS)
 
     def accepts(self, dtype: torch.dtype) -> bool:
-        return dtype in _DTYPES
+        return dtype == torch.float32 if self.rounding == "stochastic" else dtype in _DTYPES
 
     @property
     def learns(self) -> bool:
@@ -98,7 +102,8 @@ class Sz:
     def grid(self, x: Tensor, bound: Bound | None) -> Grid:
         """Steps for tensors like ``x`` under ``bound``; refuses what cannot be promised."""
         if not self.accepts(x.dtype):
-            raise DtypeError(f"sz stores {', '.join(map(str, _DTYPES))}; got {x.dtype}")
+            known = filter(self.accepts, _DTYPES)
+            raise DtypeError(f"sz with rounding {self.rounding!r} stores {', '.join(map(str, known))}; got {x.dtype}")
         if bound is None:
             raise BoundError("sz needs an error bound: pass Bound.absolute(...) or a relative rule")
         bound.check_shape(TensorSpec.of(x))
@@ -112,7 +117,7 @@ class Sz:
     def measure(self, x: Tensor, source: BoundSource, need: Need) -> tuple[Bound, Grid] | None:
         """What ``source`` says of ``x`` and the grid it leads to, where the host knows both; None elsewhere."""
         axes = need.axes(x.dim())
-        if axes or not isinstance(source, BoundRule) or source.unit != "absolute":
+        if axes or not isinstance(source, BoundRule) or source.unit not in CONSTANT:
             return None
         return source.resolve(x, need), Grid.uniform(source.value, x.dtype, x.device, self.rounding)
 

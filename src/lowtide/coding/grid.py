@@ -18,6 +18,11 @@ zero has small codes, too. x' does not depend on it.
 
 Over b, r is uniform: E[x'] = X * s, within step / 512 of x, and the error is uniform with variance step**2 / 12.
 Without dither b is 128 and x' is 256 q * s: nearest rounding.
+
+``stochastic`` rounding adds b and does not take it off again: x' = 256 q * s, a whole number of steps, so that what is
+zero stays zero and no sign changes. E[x'] = X * s as well. x' / s = X + b - r is at most 255 from X, so the step is
+half as large: bound * (1 - margin). The variance is (x - l) (h - x), with l and h the multiples around x: of a value
+far below the step it is the value times the step, where that of dither is a twelfth of the step squared.
 """
 
 from __future__ import annotations
@@ -87,7 +92,7 @@ class Grid:
         Codes are counted from the centre.
         """
         pick = self._picker(index, spec)
-        shift = self._bytes(index, spec, seed)
+        shift = 128 if self.rounding == "nearest" else _bytes(index, spec, seed)
         assert self.inverse is not None and self.promised is not None, "a decoder's grid does not encode"
         units = torch.round(x.double() * pick(self.inverse.double()))
         in_range = units.abs() < 2.0**22  # false for NaN; inf * 0 and x * inf are not in range either
@@ -96,7 +101,8 @@ class Grid:
         kept = in_range & (q.abs() <= MAX_CODE)
         if reach(spec.dtype) < MAX_CODE:
             promised = pick(self.promised).double()
-            kept &= (self._value(q, shift, pick, spec.dtype).double() - x.double()).abs() <= promised
+            back = shift if self.rounding == "dither" else 128
+            kept &= (self._value(q, back, pick, spec.dtype).double() - x.double()).abs() <= promised
         if self.centre is not None:
             q = q - pick(self.centre).int()
             kept &= q.abs() <= MAX_CODE
@@ -107,7 +113,8 @@ class Grid:
         pick = self._picker(index, spec)
         if self.centre is not None:
             q = q + pick(self.centre).int()
-        return self._value(q, self._bytes(index, spec, seed), pick, spec.dtype)
+        shift = _bytes(index, spec, seed) if self.rounding == "dither" else 128
+        return self._value(q, shift, pick, spec.dtype)
 
     def _picker(self, index: Tensor | range, spec: TensorSpec) -> _Pick:
         """How elements find their number in a table: the table itself when one number serves all."""
@@ -128,12 +135,11 @@ class Grid:
         units += 127.5 if self.rounding == "dither" else 128.0
         return (units * pick(self.step.to(work) / 256)).to(dtype)
 
-    def _bytes(self, index: Tensor | range, spec: TensorSpec, seed: int) -> Tensor | int:
-        if self.rounding != "dither":
-            return 128
-        if isinstance(index, range):
-            return dither.bytes_between(seed, index.start, index.stop, spec.device)
-        return dither.bytes_at(seed, index)
+
+def _bytes(index: Tensor | range, spec: TensorSpec, seed: int) -> Tensor:
+    if isinstance(index, range):
+        return dither.bytes_between(seed, index.start, index.stop, spec.device)
+    return dither.bytes_at(seed, index)
 
 
 def reach(dtype: torch.dtype) -> int:
@@ -163,10 +169,14 @@ def _centre(mean: Tensor, step: Tensor, dtype: torch.dtype) -> Tensor:
 
 def scale(dtype: torch.dtype, rounding: str) -> tuple[float, float, float]:
     """Steps are made for bounds up to the first number, by the second one; those below the third are zero."""
-    margin = _MARGIN[dtype] + (0.0 if rounding == "dither" else _MARGIN_NEAREST)
+    margin = _MARGIN[dtype] + (_MARGIN_NEAREST if rounding == "nearest" else 0.0)
     # So that no x' overflows: whatever lies near the largest number is out of range, or (float16) beyond the reach.
     largest = 2.0**11 if dtype == torch.float16 else 2.0**114
-    return largest, 2 * (1 - margin), _SMALLEST_HALF if dtype == torch.float16 else _SMALLEST
+    return (
+        largest,
+        (1 if rounding == "stochastic" else 2) * (1 - margin),
+        _SMALLEST_HALF if dtype == torch.float16 else _SMALLEST,
+    )
 
 
 def _step(value: Tensor, dtype: torch.dtype, rounding: str) -> Tensor:

@@ -73,7 +73,8 @@ def _make_offsets(rounding: str, device: torch.device, stream: int) -> tuple[Ten
 
     The half unit makes rounding to whole units, as in ``lowtide.coding.grid``, and then down to a code one rounding.
     """
-    if rounding != "dither":
+    if rounding == "nearest":
         return torch.full((1, 1), 128.5 / 256, device=device), torch.zeros((1, 1), device=device)
     byte = dither.bytes_between(0, 0, PIECES * PIECE, device).view(PIECES, PIECE).float()
-    return (byte + 0.5) / 256, (127.5 - byte) / 256
+    back = (127.5 - byte) / 256 if rounding == "dither" else torch.zeros((1, 1), device=device)
+    return (byte + 0.5) / 256, back

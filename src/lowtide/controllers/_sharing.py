@@ -33,9 +33,14 @@ def divide(total: float, parts: Iterable[Part]) -> dict[str, float]:
 
 
 def by_tensor(sites: Iterable[SiteStatistics]) -> list[list[SiteStatistics]]:
-    """Sites grouped by the tensor that they saved, where one bound can serve them all."""
+    """Sites grouped by the tensor that they saved, where one bound can serve them all.
+
+    Log-probabilities have one of their own: what another op reads of them is not their exponential.
+    """
     groups: dict[tuple[str, str], list[SiteStatistics]] = {}
     for site in sites:
         key = (site.leader, "") if site.unit == "absolute" else (site.source or site.site, site.unit)
+        if site.family == "log_probability":
+            key = (site.site, site.family)
         groups.setdefault(key, []).append(site)
     return list(groups.values())

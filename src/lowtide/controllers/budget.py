@@ -30,7 +30,7 @@ __all__ = ["Budget"]
 
 _ASSUMED = 0.1  # std: where no sensitivity is known, a bound that is taken to stay within the share at noise = 0.01
 _ASSUMED_ATTENTION = 0.05  # the same where errors are exponents: those of scores as large as 6 stay below 0.4
-_LOG_PROBABILITY = 0.02  # absolute: 2 % of the probability, at noise = 0.01
+_PROBABILITY = 1 / 32  # of the noise: the largest error of a probability, and a limit of a row's added variance
 _NORMAL = 0.01
 _OF_ATTENTION = 1 / 16  # of the noise, for each of the four tensors that attention saves
 _UNKNOWN_BELOW = 0.3  # of the share of a batch norm's scale, where the layer below is not known
@@ -214,7 +214,7 @@ class Budget(Adaptive):
     def _assumed(self, family: str) -> BoundRule:
         factor = math.sqrt(self.noise / _NORMAL) if self.memory is None else 1.0
         if family == "log_probability":
-            return BoundRule(_levels.quantise(_LOG_PROBABILITY * factor))
+            return BoundRule(_levels.quantise(_PROBABILITY * _NORMAL * factor**2), "probability")
         assumed = _ASSUMED_ATTENTION if family == "attention" else _ASSUMED
         return BoundRule(_levels.quantise(min(assumed * factor, 1.0)), "std")
 

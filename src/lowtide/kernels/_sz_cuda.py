@@ -34,7 +34,7 @@ from lowtide.kernels._workspaces import SLOTS as _SLOTS
 from lowtide.records import Bound, Encoded, Need, TensorSpec
 
 # What kernels are given (Args in sz_args.cuh), in two parts: the second is the same for all tensors of a place, mostly.
-_FIRST, _SECOND = struct.Struct("<12Q2Q4I2I4i"), struct.Struct("<f5Ii6I4xQQ")
+_FIRST, _SECOND = struct.Struct("<12Q2Q4I2I4i"), struct.Struct("<f5Ii6IIQQ")
 _NO_DIGITS = (0.0, 0, 0, 0, 0, 0, 0)
 _SLACK = 1 / 48  # of room beyond the last payload of the same place
 _SMALL = 1 << 15  # values; below, the heads of rans outweigh its gain
@@ -53,7 +53,7 @@ class SzCuda(SzTwin):
         return cls(replace(codec, coder="rans") if codec.coder == "auto" else codec)
 
     def accepts(self, dtype: torch.dtype) -> bool:
-        return dtype in TYPES
+        return dtype in TYPES and self.codec.accepts(dtype)
 
     def fit(
         self, grid: Grid, sample: Tensor, count: int, zero_code: bool | None = None, before: Plan | None = None
@@ -171,7 +171,7 @@ class SzCuda(SzTwin):
         function, second, aside = ready.function, ready.second, None
         if replay is not None:
             function = _function(job.kernel, index, *job.template, values=job.values, replayed=True)
-            second = _SECOND.pack(*job.digits, *job.where.numbers, replay.number_at, 0)
+            second = _SECOND.pack(*job.digits, *job.where.numbers, job.whole, replay.number_at, 0)
             aside = replay.aside
             if aside is not None:
                 stream = aside.begin()
@@ -234,7 +234,7 @@ class SzCuda(SzTwin):
             x.data_ptr(), 0, 0, hint.step_at, hint.centre_at, hint.freqs_at, hint.words_at, hint.heads_at,
             hint.headers_at, 0, 0, 0, job.numel, hint.words, job.chunks, hint.low, hint.high, 0, *job.sizes, 0,
         ) + _SECOND.pack(
-            *_NO_DIGITS, *job.where.numbers, replay.number_at if replay is not None else 0,
+            *_NO_DIGITS, *job.where.numbers, 0, replay.number_at if replay is not None else 0,
             gradient.data_ptr() if gradient is not None else 0,
         )  # fmt: skip
         function = _function(
@@ -262,7 +262,7 @@ class _Ready:
         self.codec, self.spec, self.encoding, self.decoding = codec, spec, encoding, decoding
         self.index = spec.device.index or 0
         self.function = _function(encoding.kernel, self.index, *encoding.template, values=encoding.values)
-        self.second = _SECOND.pack(*encoding.digits, *encoding.where.numbers, 0, 0)
+        self.second = _SECOND.pack(*encoding.digits, *encoding.where.numbers, encoding.whole, 0, 0)
         self._lay_out(plan.grid, plan.model.freqs if plan.model is not None else None)
 
     def on(self, grid: Grid) -> _Ready:

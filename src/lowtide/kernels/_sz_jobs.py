@@ -39,10 +39,12 @@ class Encoding:
     digits: tuple[float, int, int, int, int, int, int]  # origin, lowest, beyond, three pairs, room
     where: Where
     meta: Mapping[str, Any]
+    whole: bool = field(init=False)  # values come back as whole steps, though dither was added
     headers_from: int = field(init=False)  # where in a payload's buffer, in 32-bit words, they begin: after the heads
     words_from: int = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "whole", self.meta["rounding"] == "stochastic")
         object.__setattr__(self, "headers_from", _aligned(self.heads))
         object.__setattr__(self, "words_from", self.headers_from + _aligned(-(-self.headers // 4)))
 
@@ -52,7 +54,7 @@ class Encoding:
         if not spec.numel or where is None:
             return None
         zero = int(plan.zero_code) * (2 if model is not None and model.alphabet.low == 0 else 1)
-        template = (TYPES[spec.dtype], where.kind, zero, codec.rounding == "dither")
+        template = (TYPES[spec.dtype], where.kind, zero, codec.rounding != "nearest")
         meta, most = codec.payload(spec, plan, 0, {}).meta, _most(spec, plan)
         room = grid.reach(spec.dtype) - (grid.farthest_centre(spec.dtype) if plan.grid.centre is not None else 0)
         if model is None:
@@ -205,7 +207,7 @@ def _digits(alphabet: rans.Alphabet, room: int, rounding: str) -> tuple[float, i
     powers = [16 * alphabet.size**k for k in range(alphabet.values)] + [0] * (4 - alphabet.values)
     pairs = [powers[k] | powers[k + 1] << 16 for k in range(3)]
     return (
-        _ORIGIN - 256 * first + (0 if rounding == "dither" else 128), lowest,
+        _ORIGIN - 256 * first + (128 if rounding == "nearest" else 0), lowest,
         max(_ROUNDING + 256 * (most - first + 1), lowest), pairs[0], pairs[1], pairs[2], room,
     )  # fmt: skip
 

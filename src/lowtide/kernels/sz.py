@@ -45,7 +45,7 @@ class SzKernel(SzTwin):
     ticketed: ClassVar[bool] = False
 
     def accepts(self, dtype: torch.dtype) -> bool:
-        return dtype in _DTYPES
+        return dtype in _DTYPES and self.codec.accepts(dtype)
 
     def encode(
         self,
@@ -72,7 +72,7 @@ class SzKernel(SzTwin):
         _encode[(triton.cdiv(chunks, _CHUNKS),)](
             flat, _bits(flat), grid.inverse, grid.promised, grid.step, grid.centre,
             scratch, _short(scratch), headers, counts, spec.numel, chunks, *dither.keys(seed), *_numbers(terms),
-            ZERO=int(plan.zero_code), **_switches(spec, grid, terms),
+            ZERO=int(plan.zero_code), DITHER=grid.rounding != "nearest", **_switches(spec, grid, terms),
         )  # fmt: skip
         offsets = torch.zeros(chunks + 1, dtype=torch.int64, device=x.device)
         torch.cumsum(counts, 0, out=offsets[1:])
@@ -97,7 +97,8 @@ class SzKernel(SzTwin):
         _decode[(triton.cdiv(chunks, _CHUNKS),)](
             flat, _bits(flat), grid.step, grid.centre, words, _short(words), headers, offsets,
             spec.numel, chunks, *dither.keys(encoded.meta["seed"]), *_numbers(terms),
-            ZERO=int(encoded.meta["zero_code"]), MASK=mask, **_switches(spec, grid, terms),
+            ZERO=int(encoded.meta["zero_code"]), MASK=mask, DITHER=grid.rounding == "dither",
+            **_switches(spec, grid, terms),
         )  # fmt: skip
         return layout.restore(flat, spec)
 
@@ -114,8 +115,8 @@ def _switches(spec: TensorSpec, grid: Grid, terms: tuple[tuple[int, int, int], .
         kind = _ANY
     return {
         "KIND": kind, "TERMS": len(terms), "WIDE": spec.numel > (1 << 31) - (1 << 16),
-        "CENTRED": grid.centre is not None, "DITHER": grid.rounding == "dither", "HALF": spec.dtype.itemsize == 2,
-        "INTERPRETED": interpreted(), "CHUNKS": _CHUNKS, "num_warps": _WARPS, **_EXACT,
+        "CENTRED": grid.centre is not None, "HALF": spec.dtype.itemsize == 2, "INTERPRETED": interpreted(),
+        "CHUNKS": _CHUNKS, "num_warps": _WARPS, **_EXACT,
     }  # fmt: skip
 
 

@@ -32,6 +32,7 @@ struct Args {
   u32 pairs[3];          // rans encoders: 16 * size ** k, and in the upper half 16 * size ** (k + 1)
   int room;              // encoders: codes that keep their promise whatever their centre
   u32 divide, modulo, times, divide2, modulo2, times2;
+  u32 whole;             // encoders: values come back as whole steps, though dither was added (stochastic rounding)
   const u32* replay;     // read by kernels that are REPLAYED: a number that is another one in each replay of a graph
   const void* gradient;  // read by decoders that give GATED
 };

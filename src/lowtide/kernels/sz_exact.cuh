@@ -67,7 +67,8 @@ template <typename T, int ENTRY, int ZERO, bool DITHER> __device__ __forceinline
   if (found.y) {
     u32 shift = shift_of<DITHER>(DITHER ? hash((u32)(i >> 2), low_of(a), a.high) : 0, (int)(i & 3));
     int q = found.x + (int)centre_of<ENTRY>(a, entry);
-    narrow(value_of<DITHER>(q, shift, bfloat(a.step[entry]) * 0.00390625f), &value);
+    float unit = bfloat(a.step[entry]) * 0.00390625f;
+    narrow(a.whole ? value_of<false>(q, 128, unit) : value_of<DITHER>(q, shift, unit), &value);
     if (ZERO && widen(value) == 0.0f) return sizeof(T) == 4 ? 0x80000000u : 0x8000u;
   }
   return sizeof(T) == 4 ? *(const u32*)&value : *(const u16*)&value;

@@ -14,6 +14,7 @@ from typing import Any
 from lowtide import codecs
 from lowtide.bounds import BoundRule, BoundSource
 from lowtide.codecs import Codec
+from lowtide.codecs.sz import Sz
 from lowtide.controllers import ChoosesCodec, Controller, Keep
 from lowtide.errors import LowtideWarning, PolicyError, UnknownNameError
 from lowtide.records import ROOT, Kind, Need, Site, TensorSpec
@@ -122,6 +123,7 @@ class Decision:
     reason: str
     store: Store | None = None  # None means: the session's
     is_ruled: bool = False  # a rule says how it is stored, not the method
+    as_probabilities: bool = False  # what is stored, and bounded, is the exponential of the values
     bound_text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -176,10 +178,13 @@ class Policy:
         if isinstance(bound, Keep):
             self.is_waiting = True
             return Decision(None, None, bound.reason)
-        if not codec.accepts(spec.dtype):
+        as_probabilities = isinstance(bound, BoundRule) and bound.unit == "probability"
+        if as_probabilities:
+            codec = _for_probabilities(codec, site, need, rule)
+        elif not codec.accepts(spec.dtype):
             return Decision(None, None, f"codec {codec.name} does not take {str(spec.dtype).removeprefix('torch.')}")
         is_ruled = rule is not None and (rule.codec is not None or rule.bound is not None)
-        return Decision(codec, bound, need.why, self._find_store(rule), is_ruled)
+        return Decision(codec, bound, need.why, self._find_store(rule), is_ruled, as_probabilities)
 
     def _find_store(self, rule: Rule | None) -> Store | None:
         store = rule.store if rule is not None else None
@@ -223,3 +228,14 @@ class Policy:
                 LowtideWarning,
                 stacklevel=2,
             )
+
+
+def _for_probabilities(codec: Codec, site: Site, need: Need, rule: Rule | None) -> Codec:
+    """``sz``, as the method has it if that is its codec, with the rounding that keeps zeros and signs."""
+    if need.family != "log_probability":
+        raise PolicyError(f"{site.name}: only log-probabilities have a bound on probabilities; write another unit")
+    if isinstance(codec, Sz):
+        return dataclasses.replace(codec, rounding="stochastic", keep_zeros=False)
+    if rule is not None and rule.codec is not None:
+        raise PolicyError(f"{rule}: a bound on probabilities is kept by codec 'sz', not by {codec.name!r}")
+    return codecs.create("sz", rounding="stochastic")
