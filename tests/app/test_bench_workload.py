@@ -106,7 +106,7 @@ def test_options_go_to_the_model_and_to_its_data():
     assert task.inputs.shape == (2, 3, 16, 16) and task.forward().shape == (2, 5)
 
 
-@pytest.mark.parametrize(("method", "bound"), [("bold", "0.1"), ("careful", "0.05"), ("fixed", "0.02")])
+@pytest.mark.parametrize(("method", "bound"), [("bold", "0.1"), ("careful", "0.05"), ("fixed", "0.001 probability")])
 def test_lowtide_records_the_loss_of_a_task(method, bound):
     """With a bound of the preset's own; without a session there is nothing to record."""
     task = Task(find_workload("gpt", {"vocab_size": 512}, tiny=True), "fp32", batch=2, device=CPU)
