@@ -19,10 +19,10 @@ zero has small codes, too. x' does not depend on it.
 Over b, r is uniform: E[x'] = X * s, within step / 512 of x, and the error is uniform with variance step**2 / 12.
 Without dither b is 128 and x' is 256 q * s: nearest rounding.
 
-``stochastic`` rounding adds b and does not take it off again: x' = 256 q * s, a whole number of steps, so that what is
-zero stays zero and no sign changes. E[x'] = X * s as well. x' / s = X + b - r is at most 255 from X, so the step is
-half as large: bound * (1 - margin). The variance is (x - l) (h - x), with l and h the multiples around x: of a value
-far below the step it is the value times the step, where that of dither is a twelfth of the step squared.
+``stochastic`` rounding (of float32) adds b and does not take it off again: x' = 256 q * s, a whole number of steps, so
+that what is zero stays zero and no sign changes. E[x'] = X * s as well. x' / s = X + b - r is at most 255 from X, so
+the step is half as large: bound * (1 - margin). The variance is (x - l) (h - x), with l and h the multiples around x:
+of a value far below the step it is the value times the step, where that of dither is a twelfth of the step squared.
 """
 
 from __future__ import annotations
@@ -101,8 +101,7 @@ class Grid:
         kept = in_range & (q.abs() <= MAX_CODE)
         if reach(spec.dtype) < MAX_CODE:
             promised = pick(self.promised).double()
-            back = shift if self.rounding == "dither" else 128
-            kept &= (self._value(q, back, pick, spec.dtype).double() - x.double()).abs() <= promised
+            kept &= (self._value(q, shift, pick, spec.dtype).double() - x.double()).abs() <= promised
         if self.centre is not None:
             q = q - pick(self.centre).int()
             kept &= q.abs() <= MAX_CODE
@@ -172,11 +171,8 @@ def scale(dtype: torch.dtype, rounding: str) -> tuple[float, float, float]:
     margin = _MARGIN[dtype] + (_MARGIN_NEAREST if rounding == "nearest" else 0.0)
     # So that no x' overflows: whatever lies near the largest number is out of range, or (float16) beyond the reach.
     largest = 2.0**11 if dtype == torch.float16 else 2.0**114
-    return (
-        largest,
-        (1 if rounding == "stochastic" else 2) * (1 - margin),
-        _SMALLEST_HALF if dtype == torch.float16 else _SMALLEST,
-    )
+    factor = (1 if rounding == "stochastic" else 2) * (1 - margin)
+    return largest, factor, _SMALLEST_HALF if dtype == torch.float16 else _SMALLEST
 
 
 def _step(value: Tensor, dtype: torch.dtype, rounding: str) -> Tensor:
