@@ -160,7 +160,8 @@ def _notes(dry: DryRun, static: int, probes: Sequence[Probe], memory: str | None
     if probes:
         one = max(probes, key=lambda item: item.steps)
         notes.append(
-            f"Held of methods: from {one.steps} training steps with a batch of {one.batch} on the {one.device}."
+            f"Held of methods: from {one.steps} training steps with a batch of {one.batch} on the {one.device}, what "
+            "the loss saves included, as in a block of tide.recording()."
         )
         if one.device == "cpu":
             notes.append("On NVIDIA GPUs values are coded by rans and take less than the coder of the CPU does.")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lowtide.app.plan.dryrun import DryRun
-from lowtide.app.plan.trace import LEFT, NAMED, OUTSIDE, RECAST, Save, Trace
+from lowtide.app.plan.trace import LEFT, NAMED, RECAST, Save, Trace
 
 HEADROOM = 0.05  # of the memory: what ops need while they run, and what the allocator cannot use
 _MOST = 1 << 20
@@ -56,7 +56,7 @@ def find_largest(dry: DryRun, rates: Mapping[str, float] | None, batch: int, usa
 
 def shares(trace: Trace) -> dict[str, tuple[int, int]]:
     """Saves and bytes in plain training by what backward reads; what Lowtide does not decide about stands apart."""
-    names = {RECAST: "casts of parameters", LEFT: "no codec takes it", OUTSIDE: "saved outside of the model"}
+    names = {RECAST: "casts of parameters", LEFT: "no codec takes it"}
     groups: dict[str, tuple[int, int]] = {}
     for save in trace.counted:
         key = save.need if save.fate == NAMED else names[save.fate]

@@ -42,7 +42,7 @@ def measure(
     with workload.applied(precision), substitutes:
         task = Task(load, precision, batch=batch, device=device, channels_last=conditions.channels_last)
         options = {**variant.options, "min_size": 1}  # with a small batch, tensors are smaller than they will be
-        session = attach(task.model, variant.method, optimizer=task.optimizer, **options)
+        session = task.session = attach(task.model, variant.method, optimizer=task.optimizer, **options)
         try:
             for _ in range(steps):
                 task.step()

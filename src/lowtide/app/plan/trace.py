@@ -22,7 +22,7 @@ from lowtide.coding import layout
 from lowtide.records import ROOT, Kind, Need, Site, TensorSpec
 from lowtide.session import MIN_SIZE
 
-OWNED, RECAST, LEFT, OUTSIDE, NAMED = "owned", "recast", "left", "outside", "named"
+OWNED, RECAST, LEFT, NAMED = "owned", "recast", "left", "named"
 _STRENGTH = tuple(kind.value for kind in (Kind.EXACT, Kind.VALUES, Kind.WINDOW, Kind.MASK, Kind.METADATA))
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.bool, torch.int64)
 
@@ -32,7 +32,8 @@ class Save:
     """One tensor that autograd saves.
 
     ``fate``: ``named`` if Lowtide decides about it by its op; ``recast`` if Lowtide makes it again from a parameter;
-    ``left`` if no codec takes it; ``outside`` if no module is running; ``owned`` if somebody else holds it anyway.
+    ``left`` if no codec takes it; ``owned`` if somebody else holds it anyway. What the loss saves outside of the model
+    counts as recorded (``Session.recording``), as commands do it.
     ``entry`` is the same for all saves of one tensor. ``nbytes`` are those of the storage at the save that needs most
     of it, and 0 at the others of that storage, so that they can be added up.
     """
@@ -209,8 +210,6 @@ def _fate(item: _Saved, owned: frozenset[int]) -> tuple[str, str]:
         return OWNED, "held by somebody else"
     if item.left is not None:
         return (RECAST if item.left.parameter is not None else LEFT), item.left.reason
-    if item.path is None:
-        return OUTSIDE, "saved outside of the model"
     if item.spec.dtype not in _DTYPES:
         return LEFT, identity.DTYPE.reason
     if item.spec.nbytes < MIN_SIZE:
