@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from lowtide.app.data import DataSet
 from lowtide.app.models import count_channels, find_model
 from lowtide.app.plan.dryrun import Conditions, DryRun
-from lowtide.app.plan.trace import LEFT, NAMED, OUTSIDE
+from lowtide.app.plan.trace import LEFT, NAMED
 from lowtide.app.report.runs import read_run
 from lowtide.app.shared.workload import Workload
 from lowtide.app.train.config import Config
@@ -62,7 +62,7 @@ def count_fp32(config: Config, data: DataSet, module: nn.Module, device: torch.d
     workload = Workload(config.model.name, data.kind, data.classes, model.build, sample, score)
     conditions = Conditions(device=device.type, precision="fp32", channels_last=config.train.channels_last)
     saves = DryRun(workload, conditions).trace(config.train.batch).saves
-    saved = sum(save.nbytes for save in saves if save.fate in (NAMED, LEFT, OUTSIDE))
+    saved = sum(save.nbytes for save in saves if save.fate in (NAMED, LEFT))
     _, targets = sample(config.train.batch, torch.Generator())  # the batch's own; runs count what the loss saves of it
     return saved + targets.nbytes
 
