@@ -54,9 +54,7 @@ def _flash(
     query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, causal: bool = False, debug: bool = False, *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    out, sums = _attend(query, key, value, None, causal, scale)
-    nothing = torch.empty(0)
-    return out, sums, nothing, nothing, query.shape[2], key.shape[2], _state(), _state(), torch.empty(0)
+    return _cudnn(query, key, value, None, True, dropout, causal, debug, scale=scale)
 
 
 def _flash_backward(

@@ -51,7 +51,6 @@ class Recipe:
     is_dense: bool
     is_ticketed: bool
     keeps_zeros: bool
-    as_probabilities: bool
     memo: Memo | None = None
 
 
@@ -291,7 +290,7 @@ class Pipeline:
             x = raw if entry.spec is recipe.spec else _view(raw, recipe.spec)
             if not recipe.is_dense:
                 x = packed(x)
-            if recipe.as_probabilities:
+            if decision.as_probabilities:
                 x = probabilities.of_logs(x)
             stored = self._record(x, recipe, handle) if self._is_capturing else self._store(x, recipe, handle)
             if stored is None:
@@ -304,7 +303,7 @@ class Pipeline:
         if not recipe.is_dense:
             handle.spec = _packed_spec(raw, handle.spec)
         gates = handle.need is not None and handle.need.is_nonzero
-        handle.kept = Coded(payload, gates=gates, logs=recipe.as_probabilities)
+        handle.kept = Coded(payload, gates=gates, logs=decision.as_probabilities)
         self.note(handle, entry, recipe.name, decision.reason, decision.bound_text, added)
 
     def encode(self, x: Tensor, decision: Decision, handle: Handle) -> tuple[Payload, int] | None:
@@ -357,13 +356,10 @@ class Pipeline:
         key = self._keys.setdefault(like, len(self._keys))
         if with_mask and need.kind is Kind.VALUES and hasattr(codec, "nonzero"):
             codec = _keeping_zeros(codec)  # type: ignore[arg-type]
-        as_probabilities = decision.as_probabilities
-        codec = kernels.twin(codec, spec.device, torch.float32 if as_probabilities else spec.dtype)
+        codec = kernels.twin(codec, spec.device, torch.float32 if decision.as_probabilities else spec.dtype)
         is_dense, is_ticketed = layout.is_dense(spec.shape, spec.stride), getattr(codec, "ticketed", False)
         keeps_zeros = getattr(codec, "keep_zeros", False)
-        return Recipe(
-            decision, spec, with_mask, key, codec, codec.name, is_dense, is_ticketed, keeps_zeros, as_probabilities
-        )
+        return Recipe(decision, spec, with_mask, key, codec, codec.name, is_dense, is_ticketed, keeps_zeros)
 
     def _answer_mask(self, handle: Handle, entry: Entry, raw: Tensor, decision: Decision) -> None:
         """The question "is it zero?" costs nothing where the values are stored with a code for zero."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 from test_recording import Net, _as_on_a_gpu, distance  # noqa: F401  (a fixture)
 from torch import nn
@@ -12,7 +11,6 @@ from torch import nn
 import lowtide
 from lowtide.graphs.rooms import Rooms
 from lowtide.graphs.tables import Tables
-from lowtide.kernels import _tickets
 from lowtide.kernels._workspaces import Cell
 from lowtide.records import Bound
 
@@ -33,9 +31,7 @@ class PairNet(Net):
 def test_a_captured_step_has_one_payload_for_both(monkeypatch):
     net = PairNet().warm_up()
     expected, before = net.run(net.plain), net.known()
-    monkeypatch.setattr(_tickets.Ticket, "wait", lambda self: pytest.fail("somebody waits"))
-    recording, got = net.record()
-    monkeypatch.undo()
+    recording, got = net.record_at_once(monkeypatch)
     assert 0 < distance(got, expected) < 0.1
     assert net.known() == before, "nothing was learnt"
     assert len(recording._gauges) == 1 and recording.look() == [] and recording.has_bounds

@@ -11,7 +11,6 @@ from torch import nn
 
 import lowtide
 from lowtide.graphs.rooms import Rooms
-from lowtide.kernels import _tickets
 from lowtide.kernels._workspaces import Cell
 
 
@@ -39,9 +38,7 @@ class Classifier(Net):
 def test_a_captured_step_is_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
     net = Classifier().warm_up()
     expected, before = net.run(net.plain), net.known()
-    monkeypatch.setattr(_tickets.Ticket, "wait", lambda self: pytest.fail("somebody waits"))
-    recording, got = net.record()
-    monkeypatch.undo()
+    recording, got = net.record_at_once(monkeypatch)
     assert 0 < distance(got, expected) < 0.1
     assert net.known() == before, "nothing was learnt"
     assert len(recording._gauges) == 1 and recording.look() == [] and net.tide.ledger.held == 0

@@ -123,10 +123,11 @@ class Decision:
     reason: str
     store: Store | None = None  # None means: the session's
     is_ruled: bool = False  # a rule says how it is stored, not the method
-    as_probabilities: bool = False  # what is stored, and bounded, is the exponential of the values
+    as_probabilities: bool = field(init=False, repr=False, compare=False)  # the exponential is stored, and bounded
     bound_text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "as_probabilities", _is_on_probabilities(self.bound))
         object.__setattr__(self, "bound_text", str(self.bound or ""))
 
 
@@ -178,13 +179,12 @@ class Policy:
         if isinstance(bound, Keep):
             self.is_waiting = True
             return Decision(None, None, bound.reason)
-        as_probabilities = isinstance(bound, BoundRule) and bound.unit == "probability"
-        if as_probabilities:
+        if _is_on_probabilities(bound):
             codec = _for_probabilities(codec, site, need, rule)
         elif not codec.accepts(spec.dtype):
             return Decision(None, None, f"codec {codec.name} does not take {str(spec.dtype).removeprefix('torch.')}")
         is_ruled = rule is not None and (rule.codec is not None or rule.bound is not None)
-        return Decision(codec, bound, need.why, self._find_store(rule), is_ruled, as_probabilities)
+        return Decision(codec, bound, need.why, self._find_store(rule), is_ruled)
 
     def _find_store(self, rule: Rule | None) -> Store | None:
         store = rule.store if rule is not None else None
@@ -228,6 +228,10 @@ class Policy:
                 LowtideWarning,
                 stacklevel=2,
             )
+
+
+def _is_on_probabilities(bound: BoundSource | None) -> bool:
+    return isinstance(bound, BoundRule) and bound.unit == "probability"
 
 
 def _for_probabilities(codec: Codec, site: Site, need: Need, rule: Rule | None) -> Codec:
