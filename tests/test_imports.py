@@ -19,6 +19,7 @@ LAYERS = (
     ("sites", "recompute", "surroundings"),
     ("payloads", "graphs", "ambient", "gates"),
     ("pipeline", "joint"),
+    ("compiled",),
     ("reports",),
     ("session", "growth"),
     ("planner",),

@@ -57,6 +57,10 @@ class AttachError(LowtideError, RuntimeError):
     """The model cannot be attached to as it stands."""
 
 
+class CompileError(LowtideError, RuntimeError):
+    """The model cannot be compiled as it was asked for."""
+
+
 class StateError(LowtideError, ValueError):
     """A state dict that does not belong to this session."""
 

@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from lowtide import methods
 from lowtide.capture.gradients import Collector
 from lowtide.capture.hooks import Capture
 from lowtide.capture.scopes import Scope, Scopes
-from lowtide.errors import AttachError, GraphError, LowtideWarning, StateError, UnknownNameError
+from lowtide.errors import AttachError, CompileError, GraphError, LowtideWarning, StateError, UnknownNameError
 from lowtide.garbage import Tidiness
 from lowtide.graphs.machine import Cuda
 from lowtide.graphs.step import GraphStep
@@ -32,6 +32,9 @@ from lowtide.registry import METHODS, STORES
 from lowtide.reports import Report
 from lowtide.stores import Store
 from lowtide.stores.device import Device
+
+if TYPE_CHECKING:
+    from lowtide.compiled.calls import Calls
 
 STATE_VERSION = 3
 DEFAULT_METHOD = "budget"
@@ -102,6 +105,7 @@ class Session:
         self._warned_idle = False
         self._optimizer, self._moves = optimizer, 0
         self._graphs: weakref.WeakSet[GraphStep] = weakref.WeakSet()
+        self._calls: Calls | None = None  # of a compiled model
         if model is not None:
             _refuse_unsuitable(model)
             for path, module in model.named_modules():
@@ -115,6 +119,8 @@ class Session:
         """Take all hooks off. Graphs that are already built keep their payloads until their backward."""
         for module in self._modules:
             _unhook(module)
+        if self._calls is not None and self._modules:
+            self._modules[0]._compiled_call_impl = None
         self._modules.clear()
         if self._step_handle is not None:
             self._step_handle.remove()
@@ -179,6 +185,8 @@ class Session:
         """What is held instead of what, site by site, and what was left alone and why."""
         self._pipeline.let_go()
         events = [*self.controller.events(), *(graph.describe() for graph in self._graphs if graph.calls)]
+        if self._calls is not None:
+            events.append(self._calls.describe())
         return Report.of(self.ledger, self.method, self.controller.noise_by_site(), events)
 
     def graph(
@@ -205,6 +213,8 @@ class Session:
         """
         if not self._modules:
             raise GraphError("graph() needs a model that Lowtide is attached to")
+        if self._calls is not None:
+            raise GraphError("graph() and compile() exclude each other: ops of compiled graphs run Python")
         model = self._modules[0]
         if self._pipeline.check:
             raise GraphError("check compares tensors on the host; a session with CUDA graphs has to do without it")
@@ -222,6 +232,45 @@ class Session:
         )  # fmt: skip
         self._graphs.add(made)
         return made
+
+    def compile(self, *, backend: str = "inductor", **options: Any) -> None:
+        """Compile the model in place, as ``model.compile()`` does, with what Lowtide holds inside of the graphs.
+
+        Steps that a controller wants measured run eagerly: with ``budget`` 0, 2, 4, 8, ... and then one in 400. What is
+        held is what an eager forward would hold, in the same form: docs/compile.md. ``detach`` undoes it.
+
+        Args:
+            backend: ``"inductor"``, or ``"aot_eager"``, which traces and divides the graphs without compiling them.
+            options: of ``torch.compile``: ``fullgraph``, ``dynamic``, ``options``, ``mode`` (without CUDA graphs).
+        """
+        from lowtide.compiled.start import start
+
+        if not self._modules:
+            raise CompileError("compile() needs a model that Lowtide is attached to")
+        if self._calls is not None:
+            raise CompileError("this model is compiled already; detach() and attach() anew to compile it otherwise")
+        if self._regions is not None:
+            raise CompileError(
+                "recompute runs modules again in backward, which a compiled graph cannot ask for; use "
+                "torch.utils.checkpoint in the model, which torch.compile understands"
+            )
+        if self._graphs:
+            raise CompileError("graph() and compile() exclude each other: ops of compiled graphs run Python")
+        self._calls = start(
+            self._modules[0], self._pipeline, self._capture, self._aside, backend=backend, options=options
+        )
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Our hooks off for a while, of modules and of autograd."""
+        hooks = [(module, _unhook(module)) for module in self._modules]
+        try:
+            with self._scopes.aside():
+                yield
+        finally:
+            for module, taken in hooks:
+                if taken is not None:
+                    _hook(module, *taken)
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs to continue as if it had never stopped."""
@@ -388,11 +437,12 @@ def _hook(module: nn.Module, enter: _EnterHook, leave: _LeaveHook) -> None:
     module._forward_hooks_always_called[_KEY] = True
 
 
-def _unhook(module: nn.Module) -> None:
-    module._forward_pre_hooks.pop(_KEY, None)
+def _unhook(module: nn.Module) -> tuple[Any, Any] | None:
+    """Take our hooks off; those that were there."""
+    enter, leave = module._forward_pre_hooks.pop(_KEY, None), module._forward_hooks.pop(_KEY, None)
     module._forward_pre_hooks_with_kwargs.pop(_KEY, None)
-    module._forward_hooks.pop(_KEY, None)
     module._forward_hooks_always_called.pop(_KEY, None)
+    return None if enter is None or leave is None else (enter, leave)
 
 
 class _Hook:

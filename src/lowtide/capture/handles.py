@@ -37,6 +37,10 @@ class Alias:
             raise _modified(tensor, self._version, handle.name)
         return tensor
 
+    def moved(self, tensor: Tensor) -> Alias:
+        """The same with ``tensor``, a copy, in place of the one that was saved."""
+        return Alias(tensor, tensor._version, self._lease)
+
 
 def _modified(tensor: Tensor, version: int, name: str) -> ModifiedError:
     return ModifiedError(

@@ -50,7 +50,7 @@ class Capture:
         self._dedup = Deduplicator(ledger)
         self._settle, self._leave, self._settle_rest = settle, leave, settle_rest
         self._ledger = ledger
-        self._min_size, self._recast, self._remake, self._joins = min_size, recast, remake, joins
+        self.min_size, self._recast, self._remake, self._joins = min_size, recast, remake, joins
         self.on_named: Callable[[Any, Handle], None] | None = None  # while statistics are wanted
         self._habits = Habits()
         self._sharding = Sharding(model)
@@ -137,6 +137,13 @@ class Capture:
             self._settle(handle.entry, handles)
         return handle
 
+    def makes_again(self) -> tuple[bool, bool, bool]:
+        """Whether casts of parameters and what ops made are made again in backward, and whether pairs share a payload.
+
+        None of it where weights are sharded."""
+        is_whole = not self._sharding.is_on
+        return self._recast and is_whole, self._remake and is_whole, self._joins and is_whole
+
     def is_innermost(self) -> bool:
         """Whether what is saved now would come to us."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -157,7 +164,7 @@ class Capture:
         cdata = storage._cdata
         if cdata in (scope.buffers if scope.buffers is not None else self._buffers(scope)):
             return Passed(tensor, path)
-        if identity.unfit(tensor, self._min_size) is not identity.SMALL:
+        if identity.unfit(tensor, self.min_size) is not identity.SMALL:
             return None
         if cdata in scope.inputs or tensor._base is not None:
             return None
@@ -225,7 +232,7 @@ class Capture:
         left = identity.parameter_kind(tensor)
         if left is None and tensor.grad_fn is None and identity.is_plain(tensor):
             left = self._held_by_others(tensor.untyped_storage()._cdata, scope)
-        left = left or identity.unfit(tensor, self._min_size)
+        left = left or identity.unfit(tensor, self.min_size)
         if left is not None:
             return left
         if torch._C._current_graph_task_id() != -1:

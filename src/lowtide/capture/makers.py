@@ -51,16 +51,27 @@ def find(tensor: Tensor, *, sharded: bool = False) -> Maker | None:
 
     ``sharded``: weights may be without their memory when the tensor is asked for, since that is another layer's turn.
     """
-    node, casts, name = tensor.grad_fn, 0, ""
+    node = node_behind(tensor)
+    return make(type(node).__name__, node, tensor, sharded=sharded) if node is not None else None
+
+
+def node_behind(tensor: Tensor) -> Any | None:
+    """The node of the op that ``find`` would name, whoever owns what it has saved."""
+    node, casts = tensor.grad_fn, 0
     for _ in range(_MOST_STEPS):
         name = type(node).__name__
-        if node is None or name in _MAKERS:
-            break
+        if name in FIELDS:
+            return node
         casts += name == _CAST
-        if casts > 1 or (name != _CAST and name not in _VIEWS):
+        if node is None or casts > 1 or (name != _CAST and name not in _VIEWS):
             return None
         node = node.next_functions[0][0]
-    if name not in _MAKERS or tensor._version or not tensor.is_contiguous():
+    return None
+
+
+def make(name: str, node: Any, tensor: Tensor, *, sharded: bool = False) -> Maker | None:
+    """The maker of ``tensor``, by the name of a node and the node, or what has the same fields in its place."""
+    if tensor._version or not tensor.is_contiguous():
         return None
     maker = _MAKERS[name](node, sharded)
     return maker if maker is not None and _is_alike(maker.source.spec, tensor) else None
@@ -142,6 +153,11 @@ def _mean_square(x: Tensor) -> Tensor:
     return x.to(working(x)).square().mean()
 
 
+FIELDS = {  # what a maker reads of its node: tensors, the source first, and scalars
+    "GeluBackward0": (("self",), ("approximate",)),
+    "SiluBackward0": (("self",), ()),
+    "NativeLayerNormBackward0": (("input", "result1", "result2", "weight", "bias"), ()),
+}
 _MAKERS: dict[str, Callable[[Any, bool], Maker | None]] = {
     "GeluBackward0": _gelu,
     "SiluBackward0": _silu,

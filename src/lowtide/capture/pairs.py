@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lowtide.capture.handles import Handle, Passed
@@ -21,6 +22,9 @@ _VIEWS = frozenset(("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackwar
 _NORMS = frozenset(
     f"{name}Backward0" for name in ("NativeBatchNorm", "NativeBatchNormLegit", "CudnnBatchNorm", "MiopenBatchNorm")
 )
+
+
+FIELDS = ("input", "result1", "result2", "weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,25 +50,34 @@ def find(tensor: Tensor) -> Pair | None:
 
     Between ReLU and the norm there is nothing, and after ReLU a change of shape at most. ReLU may work in place.
     """
+    norm = norm_behind(tensor)
+    if norm is None:
+        return None
+    source, mean, inverse_std, weight = (getattr(norm, f"_raw_saved_{field}").data for field in FIELDS)
+    bias = getattr(norm.next_functions[2][0], "variable", None)  # which no norm saves; frozen, it looks like none
+    if type(source) is not Handle or type(weight) is not Passed or bias is None:
+        return None
+    if not isinstance(mean, Handle | Passed) or not isinstance(inverse_std, Handle | Passed):
+        return None
+    if is_rounded(inverse_std.spec.dtype):
+        return None
+    return Pair(source, mean, inverse_std, weight, bias)
+
+
+def norm_behind(tensor: Tensor) -> Any | None:
+    """The node of the norm that ``find`` would name, whoever owns what it has saved."""
     relu: Any = tensor.grad_fn
     if type(relu).__name__ in _VIEWS:
         relu = relu.next_functions[0][0]
     if type(relu).__name__ != _RELU:
         return None
     norm: Any = relu.next_functions[0][0]
-    if type(norm).__name__ not in _NORMS or not getattr(norm, "_saved_training", True):
-        return None
-    source, mean, inverse_std, weight = (
-        getattr(norm, f"_raw_saved_{field}").data for field in ("input", "result1", "result2", "weight")
-    )
-    bias = getattr(norm.next_functions[2][0], "variable", None)  # which no norm saves; frozen, it looks like none
-    if type(source) is not Handle or type(weight) is not Passed or bias is None:
-        return None
-    if not isinstance(mean, Handle | Passed) or not isinstance(inverse_std, Handle | Passed):
-        return None
-    if inverse_std.spec.dtype.itemsize < 4:  # rounded: it is not what the norm has computed with
-        return None
-    return Pair(source, mean, inverse_std, weight, bias)
+    return norm if type(norm).__name__ in _NORMS and getattr(norm, "_saved_training", True) else None
+
+
+def is_rounded(dtype: torch.dtype) -> bool:
+    """Whether a norm's statistic of this dtype is not what the norm has computed with."""
+    return dtype.itemsize < 4
 
 
 def may_begin(need: Need | None) -> bool:

@@ -5,12 +5,13 @@ Numbers in brackets are the rules of docs/dataflow.md.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Protocol
 
@@ -240,6 +241,22 @@ class Scopes:
         if block is not None:
             self._close(block)
             self._end_forward(block)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Record nothing for a while in this thread, in a block too: what runs inside takes care of its own saves."""
+        local = self._threads.running
+        scope = local.scope or local.block
+        self._pause_watch()
+        was_on = scope is not None and scope.is_pushed
+        if scope is not None:
+            self._pop(scope)
+        try:
+            yield
+        finally:
+            if scope is not None and was_on:
+                self._push(scope)
+            self._watch()
 
     def current(self) -> tuple[Scope | None, nn.Module | None, str]:
         """The scope to record into, and the innermost module being run, for the code that calls this."""

@@ -123,6 +123,7 @@ class Decision:
     reason: str
     store: Store | None = None  # None means: the session's
     is_ruled: bool = False  # a rule says how it is stored, not the method
+    is_for_now: bool = False  # kept by a controller, which may think otherwise later
     as_probabilities: bool = field(init=False, repr=False, compare=False)  # the exponential is stored, and bounded
     bound_text: str = field(init=False, repr=False, compare=False)
 
@@ -178,7 +179,7 @@ class Policy:
             return Decision(None, None, "values kept by the method")
         if isinstance(bound, Keep):
             self.is_waiting = True
-            return Decision(None, None, bound.reason)
+            return Decision(None, None, bound.reason, is_for_now=True)
         if _is_on_probabilities(bound):
             codec = _for_probabilities(codec, site, need, rule)
         elif not codec.accepts(spec.dtype):

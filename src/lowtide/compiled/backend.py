@@ -1,0 +1,103 @@
+"""The backend that torch.compile is given: traces with names, divides with what is held, and hands on to Inductor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch._functorch import config as aot_config
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+from lowtide.compiled import tracing
+from lowtide.compiled.holding import Desk, Group
+from lowtide.compiled.rewrite import Given, divide
+from lowtide.compiled.tracing import Tracer
+
+BACKENDS = ("inductor", "aot_eager")
+
+# A graph's memory is not to be written to once more while an encoder may still want to read it, nor that of a tensor
+# that was decoded: another backward may ask for the same.
+_INDUCTOR = {"allow_buffer_reuse": False, "inplace_buffers": False, "triton.cudagraphs": False}
+_AOT = {"donated_buffer": False, "enable_autograd_cache": False}
+
+
+class Backend:
+    """Compiles the graphs of one model. ``known``: the names of sites that eager forwards have had."""
+
+    def __init__(
+        self, model: nn.Module, desk: Desk, known: Callable[[], frozenset[str]], name: str, options: dict[str, Any]
+    ) -> None:
+        self.name, self.desk = name, desk
+        self._known, self._options = known, options
+        self._paths = tracing.paths_of(model)
+        self.graphs = 0
+        self.ran = 0  # graphs, counted again each time
+        self.held = 0  # tensors, in all graphs
+
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        tracer = Tracer(self._paths, self._known(), self.desk)
+        groups: list[Group] = []
+        partition = _Partition(self, tracer, groups, [_given(value) for value in inputs])
+        tracing.surround(module)
+        with tracer.active(), aot_config.patch(_AOT):
+            if self.name == "inductor":
+                patches = {**self._options, **_INDUCTOR, "custom_partitioner_fn": partition}
+                run: Any = compile_fx(module, list(inputs), config_patches=patches)
+            else:
+                compiler = aot_autograd(
+                    fw_compiler=boxed_nop,
+                    bw_compiler=boxed_nop,
+                    partition_fn=partition,
+                    keep_inference_input_mutations=True,
+                )
+                run = compiler(module, inputs)
+        self.graphs += 1
+        self.held += len(groups)
+        return _Compiled(self, run, groups)
+
+
+class _Compiled:
+    """A compiled graph and what its ops refer to, which live as long as each other."""
+
+    def __init__(self, backend: Backend, run: Callable[..., Any], groups: list[Group]) -> None:
+        self._backend, self._run, self._groups = backend, run, groups
+
+    def __call__(self, *arguments: Any) -> Any:
+        self._backend.ran += 1
+        return self._run(*arguments)
+
+
+class _Partition(CustomPartitionerFn):
+    def __init__(self, backend: Backend, tracer: Tracer, groups: list[Group], given: list[Given]) -> None:
+        self._backend, self._tracer, self._groups, self._given = backend, tracer, groups, given
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        forward, backward, groups = divide(
+            gm, joint_inputs, self._tracer.named(), self._tracer.made, self._backend.desk,
+            min_cut_rematerialization_partition, given=self._given, **kwargs,
+        )  # fmt: skip
+        self._groups[:] = groups
+        return forward, backward
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Partition:
+        return self  # the compiler copies its settings, of which this is one
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (self.uuid(),)  # it is in the key under which a compiled graph is stored
+
+    def uuid(self) -> str:
+        """Graphs are stored as they are when they have been divided, so that this has no part in them."""
+        return "lowtide"
+
+
+def _given(value: Any) -> Given:
+    if not isinstance(value, Tensor) or value.is_leaf:
+        return Given.PARAMETER if isinstance(value, nn.Parameter) else Given.HELD
+    return Given.MADE

@@ -1,0 +1,75 @@
+"""Which calls of a model run compiled: all but those in which a controller wants something measured."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.compiled.backend import Backend
+from lowtide.errors import LowtideWarning
+
+
+class Calls:
+    """Stands in for ``Module.__call__`` of a compiled model.
+
+    ``is_measured`` says whether this step's saves are looked at, which only an eager forward lets us do. ``aside``
+    takes Lowtide's hooks off the model and off autograd: what is compiled must not see them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        backend: Backend,
+        is_measured: Callable[[], bool],
+        aside: Callable[[], AbstractContextManager[None]],
+        options: dict[str, Any],
+    ) -> None:
+        self._model, self._backend = model, backend
+        self._is_measured, self._aside = is_measured, aside
+        self._run = torch.compile(model._call_impl, backend=backend, **options)
+        self.compiled = self.eager = 0
+        self._has_warned = self._gave_up = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        is_training = torch.is_grad_enabled()
+        if self._gave_up or (is_training and self._is_measured()):
+            self.eager += 1
+            return self._model._call_impl(*args, **kwargs)
+        before = self._backend.ran
+        with self._aside():
+            result = self._run(*args, **kwargs)
+        self.compiled += 1
+        if is_training:
+            self._look(self._backend.ran - before)
+        return result
+
+    def _look(self, pieces: int) -> None:
+        """Say so if torch.compile has not made one graph of the model: what runs between graphs is not held."""
+        if pieces == 0:
+            self._gave_up = True
+            self._warn(
+                "torch.compile ran nothing of this forward as a graph (recurrent layers are left out, for instance, or "
+                "the limit of recompilations is reached: see TORCH_LOGS=recompiles). From now on the model runs eagerly"
+            )
+        elif pieces > 1 and not self._has_warned:
+            self._has_warned = True
+            self._warn(
+                f"torch.compile divided this forward into {pieces} graphs. What is saved between them is kept as it "
+                "is; compile(fullgraph=True) says where they part"
+            )
+
+    @staticmethod
+    def _warn(text: str) -> None:
+        warnings.warn(text, LowtideWarning, stacklevel=5)
+
+    def describe(self) -> str:
+        backend = self._backend
+        return (
+            f"compiled by {backend.name}: {self.compiled} calls, {self.eager} eager ones; "
+            f"{backend.graphs} graphs, {backend.held} tensors held in them"
+        )

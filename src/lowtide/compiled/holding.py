@@ -1,0 +1,223 @@
+"""What the ops of a compiled graph do when they run: encode tensors that were named when it was traced, and decode."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowtide import gates
+from lowtide.capture import makers, pairs
+from lowtide.capture.handles import Alias, Deduplicator, Entry, Extent, Handle, Passed, extent_of
+from lowtide.errors import PayloadError
+from lowtide.ledger import Lease, Ledger
+from lowtide.pipeline import Pipeline
+from lowtide.records import Need, Site, TensorSpec
+
+_SMALL = "smaller than min_size"
+_keys = itertools.count()
+_groups: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
+_holders: weakref.WeakValueDictionary[int, Holder] = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """A tensor that one op saves: what is known of it when a graph is traced."""
+
+    site: Site
+    need: Need
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """A tensor that the compiler itself hands from forward to backward, as it is."""
+
+    name: str
+    module: str
+    reason: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What the op that made a tensor has saved: enough to make it again, or to share a payload with it.
+
+    ``name`` is that of the op's node (of a batch norm where ReLU has made the tensor), ``source`` the number of its
+    input among the group's saves. ``beside`` gives the places of other tensors among those that are no saves, by field,
+    and ``scalars`` its other fields.
+    """
+
+    name: str
+    source: int
+    beside: Mapping[str, int]
+    scalars: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Desk:
+    """Where the saves of all compiled graphs of a session go."""
+
+    pipeline: Pipeline
+    ledger: Ledger
+    min_size: int
+    recasts: bool
+    remakes: bool
+    joins: bool
+    records: Deduplicator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.records = Deduplicator(self.ledger)
+
+
+class Group:
+    """Saves that a graph holds together: of one tensor, whatever their shapes, and of those that were made of it.
+
+    ``origins``: by the number of a save. ``exact``: what the compiler keeps beside the group, counted with the first
+    one of a graph.
+    """
+
+    def __init__(self, desk: Desk, saves: Sequence[Save], origins: Mapping[int, Origin]) -> None:
+        self._desk, self._saves, self._origins = desk, tuple(saves), origins
+        self.exact: tuple[Exact, ...] = ()
+        self.key = str(next(_keys))
+        _groups[self.key] = self
+
+    def hold(self, tensors: Sequence[Tensor]) -> Holder:
+        """Hold one tensor for each save, the first ones; what of them shares memory is stored once."""
+        settled: dict[tuple[int, int, Extent], _Settled] = {}
+        handles: list[Handle] = []
+        for number, save in enumerate(self._saves):
+            tensor = tensors[number].detach()
+            handle = Handle(TensorSpec.of(tensor), save.site.path, save.site.module, is_leaf=False)
+            handle.site, handle.need = save.site, save.need
+            storage = tensor.untyped_storage()
+            key = (storage._cdata, int(tensor.storage_offset()), extent_of(handle.spec))
+            if key not in settled:
+                settled[key] = _Settled(Entry(self._desk.records.record_of(storage), tensor._version), tensor, [])
+                entry = settled[key].entry
+                entry.raw, entry.spec = tensor, handle.spec
+                entry.maker = self._maker(number, tensor, handles, tensors[len(self._saves) :])
+            handle.entry = settled[key].entry
+            settled[key].handles.append(handle)
+            handles.append(handle)
+        for item in settled.values():
+            self._settle(item)
+        self._desk.pipeline.settle_rest()
+        for item in settled.values():
+            item.copy_kept()
+        return Holder(handles, [self._count(item) for item in self.exact])
+
+    def _maker(self, number: int, tensor: Tensor, handles: list[Handle], beside: Sequence[Tensor]) -> Any:
+        """What the tensor was made of, in the words of an eager capture."""
+        origin = self._origins.get(number)
+        if origin is None:
+            return None
+        source = handles[origin.source]
+        # Detached first: below autograd a detached tensor counts its versions anew, and the graph's own are checked.
+        parts = {name: Passed(beside[place].detach(), source.call_path) for name, place in origin.beside.items()}
+        if origin.name not in makers.FIELDS:
+            bias = beside[origin.beside["bias"]]
+            return pairs.Pair(source, parts["result1"], parts["result2"], parts["weight"], bias)
+        fields, _ = makers.FIELDS[origin.name]
+        saved = {f"_raw_saved_{name}": _Raw(parts.get(name)) for name in fields} | {
+            f"_raw_saved_{fields[0]}": _Raw(source)
+        }
+        scalars = {f"_saved_{name}": value for name, value in origin.scalars.items()}
+        return makers.make(origin.name, SimpleNamespace(**saved, **scalars), tensor)
+
+    def _settle(self, item: _Settled) -> None:
+        entry, pipeline = item.entry, self._desk.pipeline
+        if item.tensor.nbytes >= self._desk.min_size:
+            pipeline.settle(entry, item.handles)
+            return
+        lease, added = entry.record.keep()
+        for handle in item.handles:
+            handle.kept = Alias(item.tensor, entry.version, lease)
+            pipeline.note(handle, entry, "kept", _SMALL, "", added)
+            added = 0
+        entry.raw = None
+
+    def _count(self, item: Exact) -> _Counted:
+        ledger = self._desk.ledger
+        ledger.record(item.name, item.module, "exact", "kept", item.reason, "", item.nbytes, item.nbytes)
+        return _Counted(ledger, item.nbytes)
+
+
+class _Raw(NamedTuple):
+    """What a node shows of a field."""
+
+    data: Any
+
+
+class _Settled(NamedTuple):
+    """A tensor of a group and all saves of it."""
+
+    entry: Entry
+    tensor: Tensor
+    handles: list[Handle]
+
+    def copy_kept(self) -> None:
+        """The compiler takes the tensor for its own and may write to it again: what is kept as it is, is copied."""
+        kept = [(handle, handle.kept) for handle in self.handles if isinstance(handle.kept, Alias)]
+        copy = self.tensor.clone() if kept else self.tensor
+        for handle, alias in kept:
+            shape, stride = handle.spec.shape, handle.spec.stride
+            handle.kept = alias.moved(copy if copy.shape == shape else copy.as_strided(shape, stride, 0))
+
+
+class _Counted(Lease):
+    """A lease of bytes that plain training would hold as well."""
+
+    __slots__ = ()
+
+    def __init__(self, ledger: Ledger, nbytes: int) -> None:
+        super().__init__(ledger, nbytes)
+        ledger.add_raw(nbytes)
+
+    def __del__(self) -> None:
+        self._ledger.raw -= self.nbytes
+        super().__del__()
+
+
+class Holder(bytearray):
+    """What a token stands for. The token's memory is this object's own, so that one lives as long as the other."""
+
+    NBYTES = 1
+
+    def __init__(self, handles: list[Handle], leases: Sequence[Lease]) -> None:
+        super().__init__(self.NBYTES)
+        self._handles, self._leases = handles, leases
+
+    __hash__ = object.__hash__  # type: ignore[assignment]  # one is like no other, whatever its bytes
+
+    def token(self) -> Tensor:
+        token = torch.frombuffer(self, dtype=torch.uint8)
+        _holders[token.data_ptr()] = self
+        return token
+
+    def restore(self, index: int) -> Tensor:
+        """May be asked any number of times, in any order, on any thread, as an unpack hook."""
+        tensor = self._handles[index].restore()
+        return tensor.make() if isinstance(tensor, gates.Gate) else tensor
+
+
+def group_of(key: str) -> Group:
+    group = _groups.get(key)
+    assert group is not None, "whoever can run a compiled graph holds its groups"
+    return group
+
+
+def holder_of(token: Tensor) -> Holder:
+    holder = _holders.get(token.data_ptr())
+    if holder is None:
+        raise PayloadError(
+            "a compiled graph's token was copied between forward and backward, so what it stands for cannot be found. "
+            "Saved-tensor hooks that copy (save_on_cpu, for instance) cannot be used around a model that Lowtide holds"
+        )
+    return holder

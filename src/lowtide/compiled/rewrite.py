@@ -1,0 +1,318 @@
+"""Change a traced graph so that backward reads what Lowtide holds, then let the compiler's own partitioner divide it.
+
+Before it is divided, ``hold`` stands right after the tensor is made, and ``restore`` where backward read the tensor. Of
+all that passes between them the token is the cheapest, so that is where the partitioner cuts. What it hands over
+besides is what it would have handed over without us: exact tensors, parameters, small statistics.
+"""
+
+from __future__ import annotations
+
+import enum
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch._functorch import config as aot_config
+from torch._functorch.compile_utils import fx_graph_cse
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import CheckpointPolicy
+
+from lowtide.compiled.holding import Desk, Exact, Group, Origin, Save
+from lowtide.compiled.ops import HOLD, RESTORE
+from lowtide.compiled.tracing import Made, is_marked
+from lowtide.records import ROOT, TensorSpec
+
+
+class Given(enum.Enum):
+    """What an input of a graph is."""
+
+    PARAMETER = "parameter"
+    HELD = "held by somebody else: a buffer, the model's input"
+    MADE = "made by an earlier graph of the model, and held by nobody else as a rule"
+
+
+Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+
+_aten = torch.ops.aten
+_SAME = frozenset((_aten.detach.default, _aten.alias.default))
+_VIEWS = _SAME | {
+    _aten.view.default, _aten._unsafe_view.default, _aten.reshape.default, _aten.t.default, _aten.transpose.int,
+    _aten.permute.default, _aten.unsqueeze.default, _aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims,
+}  # fmt: skip
+_CASTS = frozenset((torch.ops.prims.convert_element_type.default, _aten._to_copy.default))
+# The compiler turns these into writes to the memory of what they read, if nobody else reads it afterwards.
+_WRITES_AGAIN = ("index_put", "scatter", "_scatter", "auto_functionalized", "triton_kernel_wrapper", "all_reduce")
+_RUN_AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+_BY_COMPILER = "handed from forward to backward by the compiler"
+
+
+def divide(
+    module: fx.GraphModule,
+    joint_inputs: Any,
+    saves: Mapping[int, Save],
+    made: Mapping[int, Made],
+    desk: Desk,
+    partition: Partition,
+    *,
+    given: Sequence[Given],
+    num_fwd_outputs: int,
+    **options: Any,
+) -> tuple[fx.GraphModule, fx.GraphModule, list[Group]]:
+    """Forward and backward, and the groups of saves that they hold. ``given``: what the graph's inputs are."""
+    if aot_config.cse:
+        module.graph = fx_graph_cse(module.graph)  # before casts are written twice, on purpose
+    inputs = dict(zip((node for node in module.graph.nodes if node.op == "placeholder"), given, strict=False))
+    groups = _replace_marks(module, saves, made, desk, inputs)
+    if desk.recasts:
+        _cast_again(module.graph, inputs)
+    module.graph.lint()
+    module.recompile()
+    with aot_config.patch(cse=False):
+        forward, backward = partition(module, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
+    dropped = _undo_late_holds(backward)
+    groups = [group for group in groups if group.key not in dropped]
+    if groups:
+        groups[0].exact = _exact_saves(forward, num_fwd_outputs)
+    return forward, backward, groups
+
+
+def _replace_marks(
+    module: fx.GraphModule,
+    saves: Mapping[int, Save],
+    made: Mapping[int, Made],
+    desk: Desk,
+    inputs: Mapping[fx.Node, Given],
+) -> list[Group]:
+    graph = module.graph
+    gathered: dict[fx.Node, list[fx.Node]] = {}
+    for node in [node for node in graph.nodes if is_marked(node)]:
+        source = _behind(node.args[0], _VIEWS)
+        save = saves.get(_number(node))
+        if save is None or not _may_be_held(node, source, save, desk, inputs):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+        else:
+            gathered.setdefault(source, []).append(node)
+    order: dict[fx.Node, float] = {node: number for number, node in enumerate(graph.nodes)}
+    return [_put_in(graph, marks, saves, made, desk, order) for marks in _join(gathered, made, order)]
+
+
+def _join(
+    gathered: Mapping[fx.Node, list[fx.Node]], made: Mapping[int, Made], order: Mapping[fx.Node, float]
+) -> list[list[fx.Node]]:
+    """Marks of one tensor, and of those that are made of it, in the order in which the tensors are made."""
+    sources = sorted(gathered, key=order.__getitem__)
+    holder = {_number(mark): source for source, marks in gathered.items() for mark in marks}  # by number
+    joined: dict[fx.Node, list[fx.Node]] = {}
+    first: dict[fx.Node, fx.Node] = {}
+    for source in sources:
+        marks = sorted(gathered[source], key=_number)  # as they were saved: the first one names the payload
+        origins = (made.get(_number(mark)) for mark in marks)
+        before = next((holder[origin.source] for origin in origins if origin and origin.source in holder), source)
+        first[source] = first.get(before, before)
+        joined.setdefault(first[source], []).extend(marks)
+    return list(joined.values())
+
+
+def _may_be_held(
+    mark: fx.Node,
+    source: fx.Node,
+    save: Save,
+    desk: Desk,
+    inputs: Mapping[fx.Node, Given],
+) -> bool:
+    root = _behind(source, _VIEWS | _CASTS)
+    if root.op == "placeholder":
+        given = inputs.get(root, Given.HELD)
+        if given is Given.PARAMETER or (given is Given.HELD and root is source):
+            return False  # a parameter, its view or cast, a buffer, the model's input: somebody else holds it
+    if source.op == "get_attr" or source.meta.get("recompute") in _RUN_AGAIN:
+        return False
+    if any(_writes_again(user, source) for user in source.users):
+        return False
+    value = mark.meta["val"]
+    spec = TensorSpec((), (), value.dtype, value.device)
+    with _disable_current_modes():  # codecs try themselves on real numbers
+        decision = desk.pipeline.policy.decide(save.site, save.need, spec)
+    return decision.codec is not None or decision.is_for_now
+
+
+def _cast_again(graph: fx.Graph, inputs: Mapping[fx.Node, Given]) -> None:
+    """Have backward make casts of parameters for itself, as autocast made them, instead of being handed them [3]."""
+    behind: set[fx.Node] = set()  # what depends on gradients
+    for node in list(graph.nodes):
+        if node.op == "placeholder":
+            if "tangents" in str(node.target):
+                behind.add(node)
+            continue
+        if behind.isdisjoint(node.all_input_nodes) and node.meta.get("partitioner_tag") != "must_be_in_backward":
+            continue
+        if node.op == "output":
+            break
+        behind.add(node)
+        for argument in node.all_input_nodes:
+            if argument not in behind and _is_cast(argument, inputs):
+                node.replace_input_with(argument, _again(graph, argument, node))
+
+
+def _is_cast(node: fx.Node, inputs: Mapping[fx.Node, Given]) -> bool:
+    cast_node = _behind(node, _VIEWS)
+    root = _behind(cast_node, _VIEWS | _CASTS)
+    return cast_node is not root and root.op == "placeholder" and inputs.get(root) is Given.PARAMETER
+
+
+def _again(graph: fx.Graph, node: fx.Node, user: fx.Node) -> fx.Node:
+    """The node once more, for backward, with all that is between it and the parameter."""
+    if node.op == "placeholder":
+        return node
+    source = _again(graph, cast(fx.Node, node.args[0]), user)
+    with graph.inserting_before(user):
+        copy = graph.node_copy(node, lambda argument: source if argument is node.args[0] else argument)
+    copy.meta["partitioner_tag"] = "must_be_in_backward"
+    return copy
+
+
+def _put_in(
+    graph: fx.Graph,
+    marks: Sequence[fx.Node],
+    saves: Mapping[int, Save],
+    made: Mapping[int, Made],
+    desk: Desk,
+    order: dict[fx.Node, float],
+) -> Group:
+    """One ``hold`` for all saves of a group, and a ``restore`` in place of each mark."""
+    tensors: list[fx.Node] = [_early(graph, mark.args[0], order) for mark in marks]
+    numbers = {_number(mark): index for index, mark in enumerate(marks)}
+    beside: list[fx.Node] = []
+    origins: dict[int, Origin] = {}
+    for index, mark in enumerate(marks):
+        origin = made.get(_number(mark))
+        if origin is not None and numbers.get(origin.source, index) < index:
+            places = {name: len(beside) + place for place, name in enumerate(origin.beside)}
+            beside += [_early(graph, node, order) for node in mark.args[2]]  # type: ignore[union-attr]
+            origins[index] = Origin(origin.name, numbers[origin.source], places, origin.scalars)
+    group = Group(desk, [saves[_number(mark)] for mark in marks], origins)
+    last = max([*tensors, *beside], key=order.__getitem__)
+    while _next_is_part(last):  # an op of several results, and the results, stay together
+        last = last.next
+    with graph.inserting_after(last):
+        token = graph.call_function(HOLD, ([*tensors, *beside], group.key))
+    value = marks[0].meta["val"]
+    with value.fake_mode:
+        token.meta["val"] = HOLD([tensor.meta["val"] for tensor in tensors], group.key)
+    token.meta["partitioner_tag"] = "is_forward"
+    for index, (mark, tensor) in enumerate(zip(marks, tensors, strict=True)):
+        value = mark.meta["val"]
+        size = _sizes(graph, tensor, token, value)
+        with graph.inserting_before(mark):
+            arguments = (token, index, size, _order_of(value), value.dtype, value.device)
+            restored = graph.call_function(RESTORE, arguments)
+        restored.meta |= {**mark.meta, "partitioner_tag": "must_be_in_backward"}
+        mark.replace_all_uses_with(restored)
+        graph.erase_node(mark)
+    return group
+
+
+def _number(mark: fx.Node) -> int:
+    """Of the save that is marked, in the order of saving."""
+    return cast(int, mark.args[1])
+
+
+def _early(graph: fx.Graph, node: Any, order: dict[fx.Node, float]) -> fx.Node:
+    """The same tensor, as it can be had in forward: a trace writes views where they are read, in backward too."""
+    node = _behind(node, _SAME)
+    if node.target not in _VIEWS:
+        return cast(fx.Node, node)
+    source = _early(graph, node.args[0], order)
+    with graph.inserting_after(source):
+        copy = graph.node_copy(node, lambda argument: source if argument is node.args[0] else argument)
+    order[copy] = order[source] + 0.5
+    return copy
+
+
+def _sizes(graph: fx.Graph, tensor: fx.Node, token: fx.Node, value: torch.Tensor) -> list[Any]:
+    """The sizes of a tensor: numbers, or what asks for them in forward where they are not known yet."""
+    sizes: list[Any] = []
+    for axis, size in enumerate(value.shape):
+        if type(size) is int:
+            sizes.append(size)
+            continue
+        with graph.inserting_before(token):
+            asked = graph.call_function(_aten.sym_size.int, (tensor, axis))
+        asked.meta["val"] = size
+        asked.meta["partitioner_tag"] = "is_forward"
+        sizes.append(asked)
+    return sizes
+
+
+def _order_of(value: torch.Tensor) -> list[int]:
+    """Axes as they lie in memory, the outermost first."""
+    strides = [_hint(stride) for stride in value.stride()]
+    return sorted(range(value.dim()), key=lambda axis: (-strides[axis], axis))
+
+
+def _hint(size: Any) -> int:
+    return size if type(size) is int else int(size.node.hint)
+
+
+def _next_is_part(node: fx.Node) -> bool:
+    return (node.op == "placeholder" and node.next.op == "placeholder") or node.next.target is operator.getitem
+
+
+def _behind(node: Any, ops: frozenset[Any] | set[Any]) -> fx.Node:
+    """What ``node`` is made of, through ``ops`` alone."""
+    while node.op == "call_function" and node.target in ops:
+        node = node.args[0]
+    found: fx.Node = node
+    return found
+
+
+def _writes_again(user: fx.Node, source: fx.Node) -> bool:
+    return user.op == "call_function" and any(part in str(user.target) for part in _WRITES_AGAIN)
+
+
+def _undo_late_holds(backward: fx.GraphModule) -> set[str]:
+    """Where backward has the tensor itself, because somebody else reads all of it, there is nothing to hold."""
+    graph, dropped = backward.graph, set()
+    for node in [node for node in graph.nodes if node.op == "call_function" and node.target is HOLD]:
+        tensors, key = node.args
+        for restored in list(node.users):
+            restored.replace_all_uses_with(tensors[restored.args[1]])
+            graph.erase_node(restored)
+        graph.erase_node(node)
+        dropped.add(key)
+    if dropped:
+        backward.recompile()
+    return dropped
+
+
+def _exact_saves(forward: fx.GraphModule, num_fwd_outputs: int) -> tuple[Exact, ...]:
+    """What else passes from forward to backward and is not held by somebody anyway."""
+    output = next(node for node in reversed(forward.graph.nodes) if node.op == "output")
+    results = [_behind(node, _VIEWS) for node in output.args[0] if isinstance(node, fx.Node)]
+    given, handed = set(results[:num_fwd_outputs]), dict.fromkeys(results[num_fwd_outputs:])
+    exact = []
+    for node in handed:
+        value = node.meta.get("val")
+        if node.op == "placeholder" or node in given or node.target is HOLD or not isinstance(value, torch.Tensor):
+            continue
+        nbytes = value.dtype.itemsize
+        for size in value.shape:
+            nbytes *= _hint(size)
+        path, module = _place(node)
+        op = getattr(node.target, "__name__", str(node.target)).split(".")[0]
+        exact.append(Exact(f"{path or ROOT}:{op} ({_BY_COMPILER})", module, _BY_COMPILER, nbytes))
+    return tuple(exact)
+
+
+def _place(node: fx.Node) -> tuple[str, str]:
+    """Where a node of the graph comes from, in the compiler's words."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return "", ""
+    path, kind = list(stack.values())[-1]
+    return str(path).split(".", 1)[1] if "." in str(path) else "", getattr(
+        kind, "__name__", str(kind).rsplit(".", 1)[-1]
+    )

@@ -1,0 +1,46 @@
+"""Compile a model in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+
+from lowtide.capture.hooks import Capture
+from lowtide.compiled.backend import BACKENDS, Backend
+from lowtide.compiled.calls import Calls
+from lowtide.compiled.holding import Desk
+from lowtide.errors import CompileError, UnknownNameError
+from lowtide.pipeline import Pipeline
+
+_REPLAYING = ("reduce-overhead", "max-autotune")
+
+
+def start(
+    model: nn.Module,
+    pipeline: Pipeline,
+    capture: Capture,
+    aside: Callable[[], AbstractContextManager[None]],
+    *,
+    backend: str,
+    options: dict[str, Any],
+) -> Calls:
+    """From now on, calls of ``model`` run compiled. ``options`` are those of ``torch.compile``."""
+    from torch._inductor import list_mode_options
+
+    if backend not in BACKENDS:
+        raise UnknownNameError("backend", str(backend), BACKENDS)
+    mode, given = options.pop("mode", None), dict(options.pop("options", None) or {})
+    if mode in _REPLAYING or given.get("triton.cudagraphs"):
+        raise CompileError(
+            f"{mode or 'triton.cudagraphs'} replays CUDA graphs, in which Lowtide's ops would not run; use "
+            "'max-autotune-no-cudagraphs' or leave it out"
+        )
+    given |= list_mode_options().get(mode, {}) if mode is not None else {}
+    desk = Desk(pipeline, pipeline.ledger, capture.min_size, *capture.makes_again())
+    maker = Backend(model, desk, lambda: frozenset(pipeline.ledger.sites), backend, given)
+    calls = Calls(model, maker, lambda: capture.on_named is not None, aside, options)
+    model._compiled_call_impl = calls
+    return calls

@@ -1,0 +1,231 @@
+"""Name every save while AOTAutograd traces forward and backward of a graph together.
+
+It traces by running both, with tensors that have no memory. Hooks that are on while forward runs see each save, and the
+metadata of the node at work says in which module; and when backward asks for the tensor, autograd says which of its own
+nodes is at work: the op, the field and the scalars, as they are for an eager model. Each tensor goes back into backward
+through an op that only marks it (``lowtide::saved``), for ``rewrite`` to find.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch._C import _autograd
+from torch.fx import traceback
+
+from lowtide.capture import graph, makers, needs, pairs
+from lowtide.capture.habits import site_of
+from lowtide.compiled.holding import Desk, Save
+from lowtide.compiled.ops import SAVED
+from lowtide.errors import ModifiedError
+from lowtide.records import ROOT, Kind, Need, Site, TensorSpec
+
+_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.bool, torch.int64})
+# What a compiled graph calls by another name than eager autograd does.
+_EAGER_NAMES = {
+    "native_batch_norm_legit": "native_batch_norm",
+    "native_batch_norm_legit_no_training": "native_batch_norm",
+}
+
+
+class Made(NamedTuple):
+    """The op that made a tensor, by what it has saved: see ``lowtide.compiled.holding.Origin``."""
+
+    name: str
+    source: int  # the number of the save
+    beside: dict[str, Tensor]
+    scalars: dict[str, Any]
+
+
+class Traced:
+    """What the graph that is traced owns instead of a saved tensor."""
+
+    __slots__ = ("is_leaf", "made", "module", "number", "path", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, path: str, module: str, number: int, made: Made | None) -> None:
+        self.tensor, self.version = tensor.detach(), tensor._version
+        self.is_leaf = tensor.grad_fn is None
+        self.path, self.module, self.number, self.made = path, module, number, made
+
+    @property
+    def spec(self) -> TensorSpec:
+        tensor = self.tensor
+        return TensorSpec(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
+
+
+class Tracer:
+    """The saves of one graph. ``paths``: of modules, by their ids; ``known``: names that eager forwards have had."""
+
+    def __init__(self, paths: Mapping[int, tuple[str, str]], known: frozenset[str], desk: Desk) -> None:
+        self._paths, self._known, self._desk = paths, known, desk
+        self._saves: dict[int, Save] = {}
+        self.made: dict[int, Made] = {}  # by the number of a save
+        self._packed: list[Traced] = []
+        self._prior: list[bool] = []
+        self._inputs: dict[Any, Tensor] = {}  # by the node that autograd has for them
+
+    def begin(self, inputs: Sequence[Any]) -> None:
+        """Forward begins to be traced: AOTAutograd has turned hooks off, ours are to see this."""
+        self._packed = []
+        self._inputs = {value.grad_fn: value for value in inputs if isinstance(value, Tensor) and value.requires_grad}
+        self._prior.append(_autograd._saved_tensors_hooks_set_tracing(False))
+        _autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+
+    def end(self) -> None:
+        _autograd._pop_saved_tensors_default_hooks()
+        _autograd._saved_tensors_hooks_set_tracing(self._prior.pop())
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """While a graph is compiled: what ``begin_trace`` and ``end_trace`` in it refer to."""
+        token = _tracer.set(self)
+        try:
+            yield
+        finally:
+            _tracer.reset(token)
+            while self._prior:  # the trace has failed in between
+                self.end()
+
+    def _pack(self, tensor: Tensor) -> Traced:
+        path, module = self._place()
+        saved = Traced(tensor, path, module, len(self._packed), self._made(tensor))
+        self._packed.append(saved)
+        return saved
+
+    def _unpack(self, saved: Traced) -> Tensor:
+        tensor = saved.tensor
+        if tensor._version != saved.version:
+            raise ModifiedError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"tensor of shape {tuple(tensor.shape)} saved in {saved.path or ROOT}. Hint: clone it before the change"
+            )
+        node = torch._C._current_autograd_node()
+        if node is None or self._is_unfit(tensor):
+            return tensor
+        fields = {field: data for field, data in graph.saved_by(node) if type(data) is Traced}
+        field = next((name for name, data in fields.items() if data is saved), None)
+        if field is None:
+            return tensor
+        op = needs.op_of(type(node).__name__)
+        need = needs.of(op, node, field, tensor.dtype, fields)
+        if (need.kind is Kind.EXACT and need.family != "unknown") or _is_symbolic(need):
+            return tensor
+        self._saves[saved.number] = Save(Site(saved.path, needs.snake(op), field, 0, saved.module), need)
+        if saved.made is not None:
+            self.made[saved.number] = saved.made
+        marked: Tensor = SAVED(tensor, saved.number, list(saved.made.beside.values()) if saved.made is not None else [])
+        return marked
+
+    def _made(self, tensor: Tensor) -> Made | None:
+        """Of what a tensor can be made again, or with what it may share a payload [18]."""
+        node = makers.node_behind(tensor) if self._desk.remakes else None
+        if node is not None:
+            name = type(node).__name__
+            fields, scalars = makers.FIELDS[name]
+            return _made_by(node, name, fields, {scalar: getattr(node, f"_saved_{scalar}") for scalar in scalars})
+        norm = pairs.norm_behind(tensor) if self._desk.joins else None
+        made = _made_by(norm, type(norm).__name__, pairs.FIELDS, {}) if norm is not None else None
+        bias = self._inputs.get(norm.next_functions[2][0]) if norm is not None else None  # which no norm saves
+        if made is None or bias is None or len(made.beside) < 3 or pairs.is_rounded(made.beside["result2"].dtype):
+            return None
+        made.beside["bias"] = bias.detach()
+        return made
+
+    def _is_unfit(self, tensor: Tensor) -> bool:
+        """What no codec takes; where a size is not known yet, whether it is worth while is asked when it is."""
+        if tensor.dtype not in _DTYPES or tensor.layout is not torch.strided:
+            return True
+        if any(type(stride) is int and stride == 0 for stride in tensor.stride()):
+            return True
+        nbytes = tensor.numel() * tensor.dtype.itemsize
+        return type(nbytes) is int and nbytes < self._desk.min_size
+
+    def _place(self) -> tuple[str, str]:
+        """The innermost module at work, as eager capture would call it."""
+        stack = traceback.get_current_meta().get("nn_module_stack") or {}
+        for key in reversed(stack):
+            identity = str(key).split("@", 1)[0]
+            if identity.isdigit() and int(identity) in self._paths:
+                return self._paths[int(identity)]
+        return "", ""
+
+    def named(self) -> dict[int, Save]:
+        """All saves, with the names that they have in eager forwards, numbered in the order of saving."""
+        calls: dict[tuple[str, str, str], int] = {}
+        named = {}
+        for number, save in sorted(self._saves.items()):
+            site = save.site
+            op = self._eager_op(site)
+            key = (site.path, op, site.field)
+            call = calls[key] = calls.get(key, -1) + 1
+            named[number] = Save(site_of(*key, call, site.module), save.need)
+        return named
+
+    def _eager_op(self, site: Site) -> str:
+        """How eager autograd calls the op of a site: batch norms go by other names on other devices."""
+        name = _EAGER_NAMES.get(site.op, site.op)
+        if name == site.op or f"{site.path or ROOT}:{name}.{site.field}" in self._known:
+            return name
+        others = {entry.rsplit(":", 1)[-1].split(".", 1)[0] for entry in self._known if _is_beside(entry, site)}
+        others = {op for op in others if op.endswith("batch_norm")}
+        return others.pop() if len(others) == 1 else name
+
+
+_tracer: ContextVar[Tracer] = ContextVar("lowtide.tracer")
+
+
+def begin_trace(*inputs: Any) -> None:
+    """Put first into a graph that is to be traced, with the graph's inputs."""
+    _tracer.get().begin(inputs)
+
+
+def end_trace() -> None:
+    """Put last."""
+    _tracer.get().end()
+
+
+fx.node.has_side_effect(begin_trace)
+fx.node.has_side_effect(end_trace)
+
+
+def surround(module: fx.GraphModule) -> None:
+    """Have hooks go on when ``module`` begins to run, and off at its end."""
+    nodes = module.graph.nodes
+    first = next(node for node in nodes if node.op != "placeholder")
+    with module.graph.inserting_before(first):
+        module.graph.call_function(begin_trace, tuple(node for node in nodes if node.op == "placeholder"))
+    with module.graph.inserting_before(next(node for node in reversed(nodes) if node.op == "output")):
+        module.graph.call_function(end_trace)
+    module.recompile()
+
+
+def paths_of(model: nn.Module) -> dict[int, tuple[str, str]]:
+    """Path and type of each module, by its id."""
+    return {id(module): (path, type(module).__name__) for path, module in model.named_modules()}
+
+
+def _made_by(node: Any, name: str, fields: Sequence[str], scalars: dict[str, Any]) -> Made | None:
+    saved = {field: getattr(node, f"_raw_saved_{field}").data for field in fields}
+    source = saved.pop(fields[0])
+    if type(source) is not Traced:
+        return None
+    beside = {field: data.tensor for field, data in saved.items() if type(data) is Traced}
+    return Made(name, source.number, beside, scalars)
+
+
+def _is_beside(name: str, site: Site) -> bool:
+    return name.startswith(f"{site.path or ROOT}:") and name.endswith(f".{site.field}")
+
+
+def _is_symbolic(need: Need) -> bool:
+    """Whether a need has sizes in it that are not known before the graph runs."""
+    return need.window is not None and not all(type(size) is int for size in need.window.plane)
+
+
+def is_marked(node: Any) -> bool:
+    return node.op == "call_function" and node.target is SAVED
