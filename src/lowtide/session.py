@@ -409,12 +409,13 @@ def _refuse_unsuitable(model: nn.Module) -> None:
         if kind.__name__ == "OptimizedModule" and kind.__module__.startswith("torch._dynamo"):
             raise AttachError(
                 f"module {name} was made by torch.compile, which hands over all saved tensors at once, with no op to "
-                "tell them apart: nothing would be gained. Attach to the original module and train it eagerly"
+                "tell them apart: nothing would be gained. Attach to the original module and call compile() of the "
+                "session"
             )
         if getattr(module, "_compiled_call_impl", None) is not None:
             raise AttachError(
                 f"module {name} was compiled in place by .compile(), which hides its ops; attach to a model that is "
-                "not compiled"
+                "not compiled, then call compile() of the session"
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise AttachError(f"module {name}: TorchScript modules do not run Python hooks; attach to the original one")
@@ -459,8 +460,8 @@ class _EnterHook(_Hook):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             raise AttachError(
-                "torch.compile met a model that Lowtide is attached to; its hooks cannot be compiled. Call detach() "
-                "first, or do not compile this model"
+                "torch.compile met a model that Lowtide is attached to; its hooks cannot be compiled. Let the session "
+                "that attach() gave do it: call its compile(), or detach() it first"
             )
         self._scopes.enter(module, self._path, (args, kwargs), sys._getframe(1))
 

@@ -296,7 +296,7 @@ class Scopes:
             self._warn(
                 "func",
                 "a torch.func transform or torch.compile is tracing the model, which forbids saved-tensor hooks: "
-                "nothing is compressed there. Call detach() before compiling",
+                "nothing is compressed there. To compile the model, call compile() of the session",
             )
             return False
         return True

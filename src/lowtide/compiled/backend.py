@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -14,16 +15,17 @@ from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from lowtide.compiled import tracing
-from lowtide.compiled.holding import Desk, Group
+from lowtide.compiled.holding import Desk, Exact, Group
 from lowtide.compiled.rewrite import Given, divide
 from lowtide.compiled.tracing import Tracer
 
+_COUNTED = "lowtide.counted"
 BACKENDS = ("inductor", "aot_eager")
 
 # A graph's memory is not to be written to once more while an encoder may still want to read it, nor that of a tensor
 # that was decoded: another backward may ask for the same.
 _INDUCTOR = {"allow_buffer_reuse": False, "inplace_buffers": False, "triton.cudagraphs": False}
-_AOT = {"donated_buffer": False, "enable_autograd_cache": False}
+_AOT = {"enable_autograd_cache": False}  # which knows graphs by what they are before they are traced
 
 
 class Backend:
@@ -41,8 +43,8 @@ class Backend:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         tracer = Tracer(self._paths, self._known(), self.desk)
-        groups: list[Group] = []
-        partition = _Partition(self, tracer, groups, [_given(value) for value in inputs])
+        compiled = _Compiled(self)
+        partition = _Partition(compiled, tracer, [_given(value) for value in inputs])
         tracing.surround(module)
         with tracer.active(), aot_config.patch(_AOT):
             if self.name == "inductor":
@@ -57,33 +59,47 @@ class Backend:
                 )
                 run = compiler(module, inputs)
         self.graphs += 1
-        self.held += len(groups)
-        return _Compiled(self, run, groups)
+        self.held += len(compiled.groups)
+        compiled.run = run
+        return compiled
 
 
 class _Compiled:
     """A compiled graph and what its ops refer to, which live as long as each other."""
 
-    def __init__(self, backend: Backend, run: Callable[..., Any], groups: list[Group]) -> None:
-        self._backend, self._run, self._groups = backend, run, groups
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.run: Callable[..., Any] | None = None
+        self.groups: list[Group] = []
+        self.exact: tuple[Exact, ...] = ()
 
     def __call__(self, *arguments: Any) -> Any:
-        self._backend.ran += 1
-        return self._run(*arguments)
+        assert self.run is not None
+        self.backend.ran += 1
+        results = self.run(*arguments)
+        if self.exact:
+            self._count(results)
+        return results
+
+    def _count(self, results: Any) -> None:
+        """What the compiler keeps goes when backward has run, or the graph is let go."""
+        node: Any = next((item.grad_fn for item in results if isinstance(item, Tensor) and item.grad_fn), None)
+        if node is not None:
+            node.metadata[_COUNTED] = self.backend.desk.count(self.exact)
+            node.register_hook(partial(_forget, node.metadata))
 
 
 class _Partition(CustomPartitionerFn):
-    def __init__(self, backend: Backend, tracer: Tracer, groups: list[Group], given: list[Given]) -> None:
-        self._backend, self._tracer, self._groups, self._given = backend, tracer, groups, given
+    def __init__(self, compiled: _Compiled, tracer: Tracer, given: list[Given]) -> None:
+        self._compiled, self._tracer, self._given = compiled, tracer, given
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        forward, backward, groups = divide(
-            gm, joint_inputs, self._tracer.named(), self._tracer.made, self._backend.desk,
-            min_cut_rematerialization_partition, given=self._given, **kwargs,
+        forward, backward, self._compiled.groups, self._compiled.exact = divide(
+            gm, joint_inputs, self._tracer, self._compiled.backend.desk, min_cut_rematerialization_partition,
+            given=self._given, **kwargs,
         )  # fmt: skip
-        self._groups[:] = groups
         return forward, backward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Partition:
@@ -95,6 +111,10 @@ class _Partition(CustomPartitionerFn):
     def uuid(self) -> str:
         """Graphs are stored as they are when they have been divided, so that this has no part in them."""
         return "lowtide"
+
+
+def _forget(metadata: dict[str, Any], *gradients: Any) -> None:
+    metadata.pop(_COUNTED, None)
 
 
 def _given(value: Any) -> Given:

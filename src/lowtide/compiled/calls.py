@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class Calls:
     ) -> None:
         self._model, self._backend = model, backend
         self._is_measured, self._aside = is_measured, aside
-        self._run = torch.compile(model._call_impl, backend=backend, **options)
+        self._run = torch.compile(_alone(model._call_impl), backend=backend, **options)
         self.compiled = self.eager = 0
         self._has_warned = self._gave_up = False
 
@@ -73,3 +74,13 @@ class Calls:
             f"compiled by {backend.name}: {self.compiled} calls, {self.eager} eager ones; "
             f"{backend.graphs} graphs, {backend.held} tensors held in them"
         )
+
+
+def _alone(call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call`` as a function with code of its own: torch.compile counts recompilations by the code, and does not look
+    into that of ``nn.Sequential`` and its like if it is handed them as they are."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    return FunctionType(run.__code__.replace(), run.__globals__, closure=run.__closure__)

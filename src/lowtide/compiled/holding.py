@@ -74,17 +74,21 @@ class Desk:
     def __post_init__(self) -> None:
         self.records = Deduplicator(self.ledger)
 
+    def count(self, items: Sequence[Exact]) -> list[Counted]:
+        """Take note of tensors that the compiler keeps; they are counted for as long as what this gives is held."""
+        for item in items:
+            self.ledger.record(item.name, item.module, "exact", "kept", item.reason, "", item.nbytes, item.nbytes)
+        return [Counted(self.ledger, item.nbytes) for item in items]
+
 
 class Group:
     """Saves that a graph holds together: of one tensor, whatever their shapes, and of those that were made of it.
 
-    ``origins``: by the number of a save. ``exact``: what the compiler keeps beside the group, counted with the first
-    one of a graph.
+    ``origins``: by the number of a save.
     """
 
     def __init__(self, desk: Desk, saves: Sequence[Save], origins: Mapping[int, Origin]) -> None:
         self._desk, self._saves, self._origins = desk, tuple(saves), origins
-        self.exact: tuple[Exact, ...] = ()
         self.key = str(next(_keys))
         _groups[self.key] = self
 
@@ -111,7 +115,7 @@ class Group:
         self._desk.pipeline.settle_rest()
         for item in settled.values():
             item.copy_kept()
-        return Holder(handles, [self._count(item) for item in self.exact])
+        return Holder(handles)
 
     def _maker(self, number: int, tensor: Tensor, handles: list[Handle], beside: Sequence[Tensor]) -> Any:
         """What the tensor was made of, in the words of an eager capture."""
@@ -143,11 +147,6 @@ class Group:
             added = 0
         entry.raw = None
 
-    def _count(self, item: Exact) -> _Counted:
-        ledger = self._desk.ledger
-        ledger.record(item.name, item.module, "exact", "kept", item.reason, "", item.nbytes, item.nbytes)
-        return _Counted(ledger, item.nbytes)
-
 
 class _Raw(NamedTuple):
     """What a node shows of a field."""
@@ -171,7 +170,7 @@ class _Settled(NamedTuple):
             handle.kept = alias.moved(copy if copy.shape == shape else copy.as_strided(shape, stride, 0))
 
 
-class _Counted(Lease):
+class Counted(Lease):
     """A lease of bytes that plain training would hold as well."""
 
     __slots__ = ()
@@ -190,9 +189,9 @@ class Holder(bytearray):
 
     NBYTES = 1
 
-    def __init__(self, handles: list[Handle], leases: Sequence[Lease]) -> None:
+    def __init__(self, handles: list[Handle]) -> None:
         super().__init__(self.NBYTES)
-        self._handles, self._leases = handles, leases
+        self._handles = handles
 
     __hash__ = object.__hash__  # type: ignore[assignment]  # one is like no other, whatever its bytes
 

@@ -16,12 +16,13 @@ import torch
 from torch import fx
 from torch._functorch import config as aot_config
 from torch._functorch.compile_utils import fx_graph_cse
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lowtide.compiled.holding import Desk, Exact, Group, Origin, Save
 from lowtide.compiled.ops import HOLD, RESTORE
-from lowtide.compiled.tracing import Made, is_marked
+from lowtide.compiled.tracing import Made, Tracer, is_marked, place_in
 from lowtide.records import ROOT, TensorSpec
 
 
@@ -41,6 +42,7 @@ _VIEWS = _SAME | {
     _aten.view.default, _aten._unsafe_view.default, _aten.reshape.default, _aten.t.default, _aten.transpose.int,
     _aten.permute.default, _aten.unsqueeze.default, _aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims,
 }  # fmt: skip
+_PARTS = frozenset((_aten.expand.default, _aten.slice.Tensor))  # views, where they are of the whole
 _CASTS = frozenset((torch.ops.prims.convert_element_type.default, _aten._to_copy.default))
 # The compiler turns these into writes to the memory of what they read, if nobody else reads it afterwards.
 _WRITES_AGAIN = ("index_put", "scatter", "_scatter", "auto_functionalized", "triton_kernel_wrapper", "all_reduce")
@@ -51,20 +53,22 @@ _BY_COMPILER = "handed from forward to backward by the compiler"
 def divide(
     module: fx.GraphModule,
     joint_inputs: Any,
-    saves: Mapping[int, Save],
-    made: Mapping[int, Made],
+    tracer: Tracer,
     desk: Desk,
     partition: Partition,
     *,
     given: Sequence[Given],
     num_fwd_outputs: int,
     **options: Any,
-) -> tuple[fx.GraphModule, fx.GraphModule, list[Group]]:
-    """Forward and backward, and the groups of saves that they hold. ``given``: what the graph's inputs are."""
+) -> tuple[fx.GraphModule, fx.GraphModule, list[Group], tuple[Exact, ...]]:
+    """Forward and backward, the groups of saves that they hold, and what the compiler hands over besides.
+
+    ``given``: what the graph's inputs are.
+    """
     if aot_config.cse:
         module.graph = fx_graph_cse(module.graph)  # before casts are written twice, on purpose
     inputs = dict(zip((node for node in module.graph.nodes if node.op == "placeholder"), given, strict=False))
-    groups = _replace_marks(module, saves, made, desk, inputs)
+    groups = _replace_marks(module, tracer.named(), tracer.made, desk, inputs)
     if desk.recasts:
         _cast_again(module.graph, inputs)
     module.graph.lint()
@@ -73,9 +77,7 @@ def divide(
         forward, backward = partition(module, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
     dropped = _undo_late_holds(backward)
     groups = [group for group in groups if group.key not in dropped]
-    if groups:
-        groups[0].exact = _exact_saves(forward, num_fwd_outputs)
-    return forward, backward, groups
+    return forward, backward, groups, _exact_saves(forward, num_fwd_outputs, tracer.paths)
 
 
 def _replace_marks(
@@ -95,15 +97,13 @@ def _replace_marks(
             graph.erase_node(node)
         else:
             gathered.setdefault(source, []).append(node)
-    order: dict[fx.Node, float] = {node: number for number, node in enumerate(graph.nodes)}
-    return [_put_in(graph, marks, saves, made, desk, order) for marks in _join(gathered, made, order)]
+    groups = [_put_in(graph, marks, saves, made, desk) for marks in _join(gathered, made)]
+    return [group for group in groups if group is not None]
 
 
-def _join(
-    gathered: Mapping[fx.Node, list[fx.Node]], made: Mapping[int, Made], order: Mapping[fx.Node, float]
-) -> list[list[fx.Node]]:
+def _join(gathered: Mapping[fx.Node, list[fx.Node]], made: Mapping[int, Made]) -> list[list[fx.Node]]:
     """Marks of one tensor, and of those that are made of it, in the order in which the tensors are made."""
-    sources = sorted(gathered, key=order.__getitem__)
+    sources = sorted(gathered)
     holder = {_number(mark): source for source, marks in gathered.items() for mark in marks}  # by number
     joined: dict[fx.Node, list[fx.Node]] = {}
     first: dict[fx.Node, fx.Node] = {}
@@ -180,10 +180,9 @@ def _put_in(
     saves: Mapping[int, Save],
     made: Mapping[int, Made],
     desk: Desk,
-    order: dict[fx.Node, float],
-) -> Group:
+) -> Group | None:
     """One ``hold`` for all saves of a group, and a ``restore`` in place of each mark."""
-    tensors: list[fx.Node] = [_early(graph, mark.args[0], order) for mark in marks]
+    tensors: list[fx.Node] = [_early(graph, mark.args[0]) for mark in marks]
     numbers = {_number(mark): index for index, mark in enumerate(marks)}
     beside: list[fx.Node] = []
     origins: dict[int, Origin] = {}
@@ -191,12 +190,17 @@ def _put_in(
         origin = made.get(_number(mark))
         if origin is not None and numbers.get(origin.source, index) < index:
             places = {name: len(beside) + place for place, name in enumerate(origin.beside)}
-            beside += [_early(graph, node, order) for node in mark.args[2]]  # type: ignore[union-attr]
+            beside += [_early(graph, node) for node in mark.args[2]]  # type: ignore[union-attr]
             origins[index] = Origin(origin.name, numbers[origin.source], places, origin.scalars)
-    group = Group(desk, [saves[_number(mark)] for mark in marks], origins)
-    last = max([*tensors, *beside], key=order.__getitem__)
+    last = max([*tensors, *beside])
     while _next_is_part(last):  # an op of several results, and the results, stay together
         last = last.next
+    if last > min(marks):  # a size that only backward asks for
+        for mark in marks:
+            mark.replace_all_uses_with(cast(fx.Node, mark.args[0]))
+            graph.erase_node(mark)
+        return None
+    group = Group(desk, [saves[_number(mark)] for mark in marks], origins)
     with graph.inserting_after(last):
         token = graph.call_function(HOLD, ([*tensors, *beside], group.key))
     value = marks[0].meta["val"]
@@ -220,16 +224,15 @@ def _number(mark: fx.Node) -> int:
     return cast(int, mark.args[1])
 
 
-def _early(graph: fx.Graph, node: Any, order: dict[fx.Node, float]) -> fx.Node:
+def _early(graph: fx.Graph, node: Any) -> fx.Node:
     """The same tensor, as it can be had in forward: a trace writes views where they are read, in backward too."""
     node = _behind(node, _SAME)
-    if node.target not in _VIEWS:
+    if node.target not in _VIEWS and not _is_whole(node):
         return cast(fx.Node, node)
-    source = _early(graph, node.args[0], order)
-    with graph.inserting_after(source):
-        copy = graph.node_copy(node, lambda argument: source if argument is node.args[0] else argument)
-    order[copy] = order[source] + 0.5
-    return copy
+    source = _early(graph, node.args[0])
+    others = [argument for argument in node.all_input_nodes if argument is not node.args[0]]  # sizes
+    with graph.inserting_after(max([source, *others])):
+        return graph.node_copy(node, lambda argument: source if argument is node.args[0] else argument)
 
 
 def _sizes(graph: fx.Graph, tensor: fx.Node, token: fx.Node, value: torch.Tensor) -> list[Any]:
@@ -263,10 +266,23 @@ def _next_is_part(node: fx.Node) -> bool:
 
 def _behind(node: Any, ops: frozenset[Any] | set[Any]) -> fx.Node:
     """What ``node`` is made of, through ``ops`` alone."""
-    while node.op == "call_function" and node.target in ops:
+    while node.op == "call_function" and (node.target in ops or (ops >= _VIEWS and _is_whole(node))):
         node = node.args[0]
     found: fx.Node = node
     return found
+
+
+def _is_whole(node: fx.Node) -> bool:
+    """Whether a view that could be of a part, or of copies, is of the whole tensor and of each value once."""
+    if node.target not in _PARTS:
+        return False
+    before, after = cast(fx.Node, node.args[0]).meta["val"].shape, node.meta["val"].shape
+    return len(before) == len(after) and all(map(_are_equal, before, after))
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Whether two sizes are known to be equal, with no new condition on either."""
+    return bool(statically_known_true(one == other))
 
 
 def _writes_again(user: fx.Node, source: fx.Node) -> bool:
@@ -288,7 +304,9 @@ def _undo_late_holds(backward: fx.GraphModule) -> set[str]:
     return dropped
 
 
-def _exact_saves(forward: fx.GraphModule, num_fwd_outputs: int) -> tuple[Exact, ...]:
+def _exact_saves(
+    forward: fx.GraphModule, num_fwd_outputs: int, paths: Mapping[int, tuple[str, str]]
+) -> tuple[Exact, ...]:
     """What else passes from forward to backward and is not held by somebody anyway."""
     output = next(node for node in reversed(forward.graph.nodes) if node.op == "output")
     results = [_behind(node, _VIEWS) for node in output.args[0] if isinstance(node, fx.Node)]
@@ -301,18 +319,7 @@ def _exact_saves(forward: fx.GraphModule, num_fwd_outputs: int) -> tuple[Exact, 
         nbytes = value.dtype.itemsize
         for size in value.shape:
             nbytes *= _hint(size)
-        path, module = _place(node)
+        path, module = place_in(node.meta, paths)
         op = getattr(node.target, "__name__", str(node.target)).split(".")[0]
         exact.append(Exact(f"{path or ROOT}:{op} ({_BY_COMPILER})", module, _BY_COMPILER, nbytes))
     return tuple(exact)
-
-
-def _place(node: fx.Node) -> tuple[str, str]:
-    """Where a node of the graph comes from, in the compiler's words."""
-    stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return "", ""
-    path, kind = list(stack.values())[-1]
-    return str(path).split(".", 1)[1] if "." in str(path) else "", getattr(
-        kind, "__name__", str(kind).rsplit(".", 1)[-1]
-    )

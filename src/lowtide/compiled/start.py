@@ -38,7 +38,11 @@ def start(
             f"{mode or 'triton.cudagraphs'} replays CUDA graphs, in which Lowtide's ops would not run; use "
             "'max-autotune-no-cudagraphs' or leave it out"
         )
-    given |= list_mode_options().get(mode, {}) if mode is not None else {}
+    if mode is not None:
+        known = list_mode_options()
+        if mode not in known:
+            raise UnknownNameError("mode", str(mode), [name for name in known if name not in _REPLAYING])
+        given = {**known[mode], **given}
     desk = Desk(pipeline, pipeline.ledger, capture.min_size, *capture.makes_again())
     maker = Backend(model, desk, lambda: frozenset(pipeline.ledger.sites), backend, given)
     calls = Calls(model, maker, lambda: capture.on_named is not None, aside, options)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 from torch._C import _autograd
+from torch._ops import HigherOrderOperator
 from torch.fx import traceback
 
 from lowtide.capture import graph, makers, needs, pairs
@@ -62,7 +63,7 @@ class Tracer:
     """The saves of one graph. ``paths``: of modules, by their ids; ``known``: names that eager forwards have had."""
 
     def __init__(self, paths: Mapping[int, tuple[str, str]], known: frozenset[str], desk: Desk) -> None:
-        self._paths, self._known, self._desk = paths, known, desk
+        self.paths, self._known, self._desk = paths, known, desk
         self._saves: dict[int, Save] = {}
         self.made: dict[int, Made] = {}  # by the number of a save
         self._packed: list[Traced] = []
@@ -73,26 +74,29 @@ class Tracer:
         """Forward begins to be traced: AOTAutograd has turned hooks off, ours are to see this."""
         self._packed = []
         self._inputs = {value.grad_fn: value for value in inputs if isinstance(value, Tensor) and value.requires_grad}
+        self.go_on()
+
+    def go_on(self) -> None:
         self._prior.append(_autograd._saved_tensors_hooks_set_tracing(False))
         _autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
 
-    def end(self) -> None:
+    def pause(self) -> None:
         _autograd._pop_saved_tensors_default_hooks()
         _autograd._saved_tensors_hooks_set_tracing(self._prior.pop())
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """While a graph is compiled: what ``begin_trace`` and ``end_trace`` in it refer to."""
+        """While a graph is compiled: what ``begin_trace`` and its like in it refer to."""
         token = _tracer.set(self)
         try:
             yield
         finally:
             _tracer.reset(token)
             while self._prior:  # the trace has failed in between
-                self.end()
+                self.pause()
 
     def _pack(self, tensor: Tensor) -> Traced:
-        path, module = self._place()
+        path, module = place_in(traceback.get_current_meta(), self.paths)
         saved = Traced(tensor, path, module, len(self._packed), self._made(tensor))
         self._packed.append(saved)
         return saved
@@ -113,9 +117,9 @@ class Tracer:
             return tensor
         op = needs.op_of(type(node).__name__)
         need = needs.of(op, node, field, tensor.dtype, fields)
+        self._saves[saved.number] = Save(Site(saved.path, needs.snake(op), field, 0, saved.module), need)
         if (need.kind is Kind.EXACT and need.family != "unknown") or _is_symbolic(need):
             return tensor
-        self._saves[saved.number] = Save(Site(saved.path, needs.snake(op), field, 0, saved.module), need)
         if saved.made is not None:
             self.made[saved.number] = saved.made
         marked: Tensor = SAVED(tensor, saved.number, list(saved.made.beside.values()) if saved.made is not None else [])
@@ -145,17 +149,8 @@ class Tracer:
         nbytes = tensor.numel() * tensor.dtype.itemsize
         return type(nbytes) is int and nbytes < self._desk.min_size
 
-    def _place(self) -> tuple[str, str]:
-        """The innermost module at work, as eager capture would call it."""
-        stack = traceback.get_current_meta().get("nn_module_stack") or {}
-        for key in reversed(stack):
-            identity = str(key).split("@", 1)[0]
-            if identity.isdigit() and int(identity) in self._paths:
-                return self._paths[int(identity)]
-        return "", ""
-
     def named(self) -> dict[int, Save]:
-        """All saves, with the names that they have in eager forwards, numbered in the order of saving."""
+        """All saves, exact ones too, with the names that they have in eager forwards: repeats are counted."""
         calls: dict[tuple[str, str, str], int] = {}
         named = {}
         for number, save in sorted(self._saves.items()):
@@ -184,24 +179,47 @@ def begin_trace(*inputs: Any) -> None:
     _tracer.get().begin(inputs)
 
 
-def end_trace() -> None:
-    """Put last."""
-    _tracer.get().end()
+def pause_trace() -> None:
+    """Put last, and before what is not ours to look into."""
+    _tracer.get().pause()
 
 
-fx.node.has_side_effect(begin_trace)
-fx.node.has_side_effect(end_trace)
+def go_on_with_trace() -> None:
+    """Put after it."""
+    _tracer.get().go_on()
+
+
+for _function in (begin_trace, pause_trace, go_on_with_trace):
+    fx.node.has_side_effect(_function)
 
 
 def surround(module: fx.GraphModule) -> None:
-    """Have hooks go on when ``module`` begins to run, and off at its end."""
-    nodes = module.graph.nodes
-    first = next(node for node in nodes if node.op != "placeholder")
-    with module.graph.inserting_before(first):
-        module.graph.call_function(begin_trace, tuple(node for node in nodes if node.op == "placeholder"))
-    with module.graph.inserting_before(next(node for node in reversed(nodes) if node.op == "output")):
-        module.graph.call_function(end_trace)
+    """Have hooks go on when ``module`` begins to run, and off at its end.
+
+    Ops with graphs of their own are passed over: what a checkpoint saves will be made again, and the compiler knows.
+    """
+    graph = module.graph
+    inputs = tuple(node for node in graph.nodes if node.op == "placeholder")
+    for node in list(graph.nodes):
+        if isinstance(node.target, HigherOrderOperator):
+            with graph.inserting_before(node):
+                graph.call_function(pause_trace)
+            with graph.inserting_after(node):
+                graph.call_function(go_on_with_trace)
+    with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
+        graph.call_function(begin_trace, inputs)
+    with graph.inserting_before(next(node for node in reversed(graph.nodes) if node.op == "output")):
+        graph.call_function(pause_trace)
     module.recompile()
+
+
+def place_in(meta: Mapping[str, Any], paths: Mapping[int, tuple[str, str]]) -> tuple[str, str]:
+    """Path and type of the innermost module that a node of a graph comes from, as eager capture would call it."""
+    for key in reversed(meta.get("nn_module_stack") or {}):
+        identity = str(key).split("@", 1)[0]
+        if identity.isdigit() and int(identity) in paths:
+            return paths[int(identity)]
+    return "", ""
 
 
 def paths_of(model: nn.Module) -> dict[int, tuple[str, str]]:
