@@ -8,10 +8,12 @@ import io
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TextIO
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -43,6 +45,14 @@ def _hooks_are_off() -> Iterator[None]:
         torch._C._autograd._pop_saved_tensors_default_hooks()
         left += 1
     assert left == 0, f"the test left {left} pairs of saved-tensor hooks on"
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    """A process group of one, on the CPU."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -6,12 +6,10 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import lowtide
@@ -131,11 +129,3 @@ def needs(monkeypatch) -> Callable[..., dict[str, Seen]]:
         return seen
 
     return run
-
-
-@pytest.fixture
-def one_process(tmp_path: Path) -> Iterator[None]:
-    """A process group of one, on the CPU."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()

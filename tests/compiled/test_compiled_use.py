@@ -153,6 +153,19 @@ def test_what_torch_compile_leaves_out_runs_eagerly(attach, gradients, assert_sa
         assert torch.allclose(one, other, rtol=0, atol=0.2 * float(one.abs().max()))
 
 
+@pytest.mark.filterwarnings("ignore:Profiler function")  # torch's own, of the wrapper's forward
+def test_data_parallel_in_several_processes(net, attach, images, gradients, assert_same, one_process):
+    """The compiler begins its graph inside of the wrapper; names are those of the whole all the same."""
+    results = []
+    for backend in (None, "aot_eager"):
+        model = nn.parallel.DistributedDataParallel(net())
+        session = attach(model, backend=backend, fullgraph=False)
+        results.append((gradients(model, images), {name for name in session.ledger.sites if ":relu." in name}))
+    (eager, names), (compiled, names_in_graph) = results
+    assert_same(eager, compiled)
+    assert names == names_in_graph == {"module:relu.result", "module:relu.result#1"}
+
+
 def test_copies_and_pickles_are_plain_models(net, attach, images, gradients, assert_same):
     model = net()
     expected = gradients(net(), images)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from torch import Tensor
@@ -64,9 +66,15 @@ def test_bounds_that_set_themselves(name: str, assert_same) -> None:
     assert held_by_graph <= 1.05 * held
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["resnet18", "vit_ti_16", "gpt", "unet"])
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor has no C++ compiler here")
+@pytest.mark.parametrize(
+    ("name", "bf16"),
+    [
+        ("gpt", False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("gpt", True), ("resnet18", False), ("unet", True))),
+        *(pytest.param("vit_ti_16", bf16, marks=pytest.mark.slow) for bf16 in (False, True)),
+    ],
+)
 def test_inductor(name: str, bf16: bool) -> None:
     """Sums run in another order, so that only the noise is the same, and what is held."""
     plain, _, _ = _train(name, "exact", backend=None, bf16=bf16)

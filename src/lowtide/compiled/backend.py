@@ -17,7 +17,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from lowtide.compiled import tracing
 from lowtide.compiled.holding import Desk, Exact, Group
 from lowtide.compiled.rewrite import Given, divide
-from lowtide.compiled.tracing import Tracer
+from lowtide.compiled.tracing import Places, Tracer
 
 _COUNTED = "lowtide.counted"
 BACKENDS = ("inductor", "aot_eager")
@@ -36,13 +36,13 @@ class Backend:
     ) -> None:
         self.name, self.desk = name, desk
         self._known, self._options = known, options
-        self._paths = tracing.paths_of(model)
+        self._places = Places(model)
         self.graphs = 0
         self.ran = 0  # graphs, counted again each time
         self.held = 0  # tensors, in all graphs
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        tracer = Tracer(self._paths, self._known(), self.desk)
+        tracer = Tracer(self._places, self._places.root_of(module.graph), self._known(), self.desk)
         compiled = _Compiled(self)
         partition = _Partition(compiled, tracer, [_given(value) for value in inputs])
         tracing.surround(module)

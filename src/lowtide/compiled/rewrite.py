@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from lowtide.compiled.holding import Desk, Exact, Group, Origin, Save
 from lowtide.compiled.ops import HOLD, RESTORE
-from lowtide.compiled.tracing import Made, Tracer, is_marked, place_in
+from lowtide.compiled.tracing import Made, Tracer, is_marked
 from lowtide.records import ROOT, TensorSpec
 
 
@@ -77,7 +77,7 @@ def divide(
         forward, backward = partition(module, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
     dropped = _undo_late_holds(backward)
     groups = [group for group in groups if group.key not in dropped]
-    return forward, backward, groups, _exact_saves(forward, num_fwd_outputs, tracer.paths)
+    return forward, backward, groups, _exact_saves(forward, num_fwd_outputs, tracer)
 
 
 def _replace_marks(
@@ -304,9 +304,7 @@ def _undo_late_holds(backward: fx.GraphModule) -> set[str]:
     return dropped
 
 
-def _exact_saves(
-    forward: fx.GraphModule, num_fwd_outputs: int, paths: Mapping[int, tuple[str, str]]
-) -> tuple[Exact, ...]:
+def _exact_saves(forward: fx.GraphModule, num_fwd_outputs: int, tracer: Tracer) -> tuple[Exact, ...]:
     """What else passes from forward to backward and is not held by somebody anyway."""
     output = next(node for node in reversed(forward.graph.nodes) if node.op == "output")
     results = [_behind(node, _VIEWS) for node in output.args[0] if isinstance(node, fx.Node)]
@@ -319,7 +317,7 @@ def _exact_saves(
         nbytes = value.dtype.itemsize
         for size in value.shape:
             nbytes *= _hint(size)
-        path, module = place_in(node.meta, paths)
+        path, module = tracer.place(node.meta)
         op = getattr(node.target, "__name__", str(node.target)).split(".")[0]
         exact.append(Exact(f"{path or ROOT}:{op} ({_BY_COMPILER})", module, _BY_COMPILER, nbytes))
     return tuple(exact)

@@ -60,10 +60,10 @@ class Traced:
 
 
 class Tracer:
-    """The saves of one graph. ``paths``: of modules, by their ids; ``known``: names that eager forwards have had."""
+    """The saves of one graph. ``root``: the module whose forward it is; ``known``: names that eager forwards had."""
 
-    def __init__(self, paths: Mapping[int, tuple[str, str]], known: frozenset[str], desk: Desk) -> None:
-        self.paths, self._known, self._desk = paths, known, desk
+    def __init__(self, places: Places, root: str, known: frozenset[str], desk: Desk) -> None:
+        self._places, self._root, self._known, self._desk = places, root, known, desk
         self._saves: dict[int, Save] = {}
         self.made: dict[int, Made] = {}  # by the number of a save
         self._packed: list[Traced] = []
@@ -95,8 +95,12 @@ class Tracer:
             while self._prior:  # the trace has failed in between
                 self.pause()
 
+    def place(self, meta: Mapping[str, Any]) -> tuple[str, str]:
+        """Path and type of the module that a node of the graph comes from."""
+        return self._places.of(meta, self._root)
+
     def _pack(self, tensor: Tensor) -> Traced:
-        path, module = place_in(traceback.get_current_meta(), self.paths)
+        path, module = self.place(traceback.get_current_meta())
         saved = Traced(tensor, path, module, len(self._packed), self._made(tensor))
         self._packed.append(saved)
         return saved
@@ -213,18 +217,38 @@ def surround(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-def place_in(meta: Mapping[str, Any], paths: Mapping[int, tuple[str, str]]) -> tuple[str, str]:
-    """Path and type of the innermost module that a node of a graph comes from, as eager capture would call it."""
-    for key in reversed(meta.get("nn_module_stack") or {}):
-        identity = str(key).split("@", 1)[0]
-        if identity.isdigit() and int(identity) in paths:
-            return paths[int(identity)]
-    return "", ""
+class Places:
+    """Where nodes of a graph come from, in the words of an eager capture: path and type of a module."""
 
+    def __init__(self, model: nn.Module) -> None:
+        self._by_path = {path: type(module).__name__ for path, module in model.named_modules()}
+        self._by_id = {id(module): path for path, module in model.named_modules()}
 
-def paths_of(model: nn.Module) -> dict[int, tuple[str, str]]:
-    """Path and type of each module, by its id."""
-    return {id(module): (path, type(module).__name__) for path, module in model.named_modules()}
+    def of(self, node: Mapping[str, Any], root: str = "") -> tuple[str, str]:
+        """By a node's metadata; ``root`` is the module whose forward the graph is."""
+        path = next(self._known(node), (root, ""))[0]
+        return path, self._by_path.get(path, "")
+
+    def root_of(self, graph: fx.Graph) -> str:
+        """The module whose forward is the graph: that of the model, or of a part where the graph begins there.
+
+        Metadata names a module by its way from that one, and paths by that from the model.
+        """
+        for node in graph.nodes:
+            for path, way in self._known(node.meta):
+                known, parts = path.split("."), way.rpartition("]")[2].split(".")
+                while known and parts and known[-1] == parts[-1]:
+                    known.pop(), parts.pop()
+                return ".".join(known)
+        return ""
+
+    def _known(self, meta: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """Modules at work, the innermost first: path, and the way to it in the words of the compiler."""
+        stack = meta.get("nn_module_stack") or {}
+        for key in reversed(stack):
+            identity = str(key).split("@", 1)[0]
+            if identity.isdigit() and int(identity) in self._by_id:
+                yield self._by_id[int(identity)], str(stack[key][0])
 
 
 def _made_by(node: Any, name: str, fields: Sequence[str], scalars: dict[str, Any]) -> Made | None:
