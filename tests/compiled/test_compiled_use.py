@@ -153,6 +153,47 @@ def test_what_torch_compile_leaves_out_runs_eagerly(attach, gradients, assert_sa
         assert torch.allclose(one, other, rtol=0, atol=0.2 * float(one.abs().max()))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own, of inputs that an earlier graph has made
+def test_blocks_that_share_a_graph_have_names_of_their_own(attach, gradients, assert_same):
+    """Where the model's own forward is not compiled, blocks are: one graph serves all that are alike."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.inner = nn.LayerNorm(32), nn.Linear(32, 32)
+
+        def forward(self, x):
+            return x + F.gelu(self.inner(self.norm(x)))
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+        @torch.compiler.disable(recursive=False)
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    results = []
+    for backend in (None, "aot_eager"):
+        torch.manual_seed(0)
+        model = Stack()
+        session = attach(model, backend=backend, fullgraph=False, remake=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", LowtideWarning)
+            found = gradients(model, torch.randn(64, 32, generator=torch.Generator().manual_seed(0)))
+        coded = {name for name, site in session.ledger.sites.items() if site.need == "values"}
+        results.append((found, coded, str(session.report())))
+    (eager, names, _), (compiled, names_in_graph, report) = results
+    assert "1 graphs" in report or "2 graphs" in report
+    # The input of the first block is the model's own, which an eager session leaves to the caller.
+    assert names_in_graph - {"blocks.0.norm:native_layer_norm.input"} == names
+    assert {name.split(".")[1][0] for name in names} == {"0", "1", "2"}
+    assert_same(eager, compiled)
+
+
 @pytest.mark.filterwarnings("ignore:Profiler function")  # torch's own, of the wrapper's forward
 def test_data_parallel_in_several_processes(net, attach, images, gradients, assert_same, one_process):
     """The compiler begins its graph inside of the wrapper; names are those of the whole all the same."""

@@ -36,14 +36,15 @@ class Backend:
     ) -> None:
         self.name, self.desk = name, desk
         self._known, self._options = known, options
-        self._places = Places(model)
+        self.places = Places(model)
         self.graphs = 0
         self.ran = 0  # graphs, counted again each time
         self.held = 0  # tensors, in all graphs
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        tracer = Tracer(self._places, self._places.root_of(module.graph), self._known(), self.desk)
-        compiled = _Compiled(self)
+        root = self.places.root_of(module.graph)
+        tracer = Tracer(self.places, root, self._known(), self.desk)
+        compiled = _Compiled(self, root, inputs)
         partition = _Partition(compiled, tracer, [_given(value) for value in inputs])
         tracing.surround(module)
         with tracer.active(), aot_config.patch(_AOT):
@@ -67,19 +68,36 @@ class Backend:
 class _Compiled:
     """A compiled graph and what its ops refer to, which live as long as each other."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, root: str, inputs: Sequence[Any]) -> None:
         self.backend = backend
+        self._root, self._anchor = root, _first_parameter(inputs, backend.places)
         self.run: Callable[..., Any] | None = None
         self.groups: list[Group] = []
         self.exact: tuple[Exact, ...] = ()
 
     def __call__(self, *arguments: Any) -> Any:
         assert self.run is not None
+        desk = self.backend.desk
         self.backend.ran += 1
-        results = self.run(*arguments)
+        desk.moved = self._moved(arguments)
+        try:
+            results = self.run(*arguments)
+        finally:
+            desk.moved = None
         if self.exact:
             self._count(results)
         return results
+
+    def _moved(self, arguments: Sequence[Any]) -> tuple[str, str] | None:
+        """Where the graph was traced and where it runs, by one of its parameters: blocks that are alike share one."""
+        if self._anchor is None:
+            return None
+        place, name = self._anchor
+        now = self.backend.places.parameter(arguments[place])
+        inner = name.removeprefix(self._root).removeprefix(".")
+        if now is None or now == name or not now.endswith(inner):
+            return None
+        return self._root, now.removesuffix(inner).removesuffix(".")
 
     def _count(self, results: Any) -> None:
         """What the compiler keeps goes when backward has run, or the graph is let go."""
@@ -111,6 +129,12 @@ class _Partition(CustomPartitionerFn):
     def uuid(self) -> str:
         """Graphs are stored as they are when they have been divided, so that this has no part in them."""
         return "lowtide"
+
+
+def _first_parameter(inputs: Sequence[Any], places: Places) -> tuple[int, str] | None:
+    """Its place among the inputs, and its name."""
+    names = ((place, places.parameter(value)) for place, value in enumerate(inputs))
+    return next(((place, name) for place, name in names if name is not None), None)
 
 
 def _forget(metadata: dict[str, Any], *gradients: Any) -> None:

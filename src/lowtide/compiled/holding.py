@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import weakref
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,12 @@ class Save:
 
     site: Site
     need: Need
+
+    def moved(self, root: str, other: str) -> Save:
+        """The same in the module ``other``, where ``root`` was."""
+        inner = self.site.path.removeprefix(root).removeprefix(".")
+        path = ".".join(part for part in (other, inner) if part)
+        return Save(dataclasses.replace(self.site, path=path), self.need)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +77,7 @@ class Desk:
     remakes: bool
     joins: bool
     records: Deduplicator = field(init=False)
+    moved: tuple[str, str] | None = None  # the graph at work was traced in the one module and runs in the other
 
     def __post_init__(self) -> None:
         self.records = Deduplicator(self.ledger)
@@ -89,6 +97,7 @@ class Group:
 
     def __init__(self, desk: Desk, saves: Sequence[Save], origins: Mapping[int, Origin]) -> None:
         self._desk, self._saves, self._origins = desk, tuple(saves), origins
+        self._elsewhere: dict[tuple[str, str], tuple[Save, ...]] = {}
         self.key = str(next(_keys))
         _groups[self.key] = self
 
@@ -96,7 +105,8 @@ class Group:
         """Hold one tensor for each save, the first ones; what of them shares memory is stored once."""
         settled: dict[tuple[int, int, Extent], _Settled] = {}
         handles: list[Handle] = []
-        for number, save in enumerate(self._saves):
+        moved = self._desk.moved
+        for number, save in enumerate(self._saves if moved is None else self._saves_in(moved)):
             tensor = tensors[number].detach()
             handle = Handle(TensorSpec.of(tensor), save.site.path, save.site.module, is_leaf=False)
             handle.site, handle.need = save.site, save.need
@@ -116,6 +126,13 @@ class Group:
         for item in settled.values():
             item.copy_kept()
         return Holder(handles)
+
+    def _saves_in(self, moved: tuple[str, str]) -> tuple[Save, ...]:
+        """The same saves in another module, which has its own."""
+        found = self._elsewhere.get(moved)
+        if found is None:
+            found = self._elsewhere[moved] = tuple(save.moved(*moved) for save in self._saves)
+        return found
 
     def _maker(self, number: int, tensor: Tensor, handles: list[Handle], beside: Sequence[Tensor]) -> Any:
         """What the tensor was made of, in the words of an eager capture."""

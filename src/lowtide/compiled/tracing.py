@@ -223,11 +223,17 @@ class Places:
     def __init__(self, model: nn.Module) -> None:
         self._by_path = {path: type(module).__name__ for path, module in model.named_modules()}
         self._by_id = {id(module): path for path, module in model.named_modules()}
+        self._parameters = {id(part): (name, part) for name, part in model.named_parameters()}
 
     def of(self, node: Mapping[str, Any], root: str = "") -> tuple[str, str]:
         """By a node's metadata; ``root`` is the module whose forward the graph is."""
         path = next(self._known(node), (root, ""))[0]
         return path, self._by_path.get(path, "")
+
+    def parameter(self, value: Any) -> str | None:
+        """The name of one of the model's parameters; None of anything else."""
+        found = self._parameters.get(id(value))
+        return found[0] if found is not None and found[1] is value else None
 
     def root_of(self, graph: fx.Graph) -> str:
         """The module whose forward is the graph: that of the model, or of a part where the graph begins there.
