@@ -203,6 +203,21 @@ def test_graphs_are_an_option_of_plain_and_of_methods():
         Variant.parse("bold(beside=true)")
 
 
+def test_a_compiled_model_beside_an_eager_one(bench_step, read_rows, monkeypatch):
+    compile_session = Session.compile
+    monkeypatch.setattr(Session, "compile", lambda session: compile_session(session, backend="aot_eager"))
+    assert bench_step("--methods", "fixed(coder=blocks),fixed(coder=blocks,compile=true)") == 0
+    eager, compiled = read_rows()[1:3]
+    assert eager["ok"] == compiled["ok"] == "True"
+    assert 0 < int(compiled["ledger_held"]) <= 1.02 * int(eager["ledger_held"])
+    assert int(compiled["saves"]) > 0
+    assert Variant.parse("exact(compile=true)").is_compiled and not Variant.parse("exact(compile=true)").is_exact
+    with pytest.raises(UsageError, match="exclude each other"):
+        Variant.parse("bold(graph=true,compile=true)")
+    with pytest.raises(UsageError, match="has no options"):
+        Variant.parse("compile(compile=true)")
+
+
 def test_graphs_need_a_gpu(bench_step, read_rows):
     assert bench_step("--methods", "plain(graph=true),bold:blocks(graph=true)") == 1
     rows = read_rows()

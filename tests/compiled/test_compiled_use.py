@@ -207,6 +207,20 @@ def test_data_parallel_in_several_processes(net, attach, images, gradients, asse
     assert names == names_in_graph == {"module:relu.result", "module:relu.result#1"}
 
 
+def test_a_step_that_somebody_watches_runs_eagerly(net, attach, images, gradients):
+    """A mode that counts ops, say, sees them; the steps after it are compiled."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = net()
+    session = attach(model)
+    with FlopCounterMode(display=False) as counter:
+        gradients(model, images)
+    assert counter.get_total_flops() > 0
+    assert session.ledger.raw_peak > 4 * session.ledger.held_peak > 0
+    gradients(model, images)
+    assert "1 calls, 1 eager ones" in str(session.report())
+
+
 def test_copies_and_pickles_are_plain_models(net, attach, images, gradients, assert_same):
     model = net()
     expected = gradients(net(), images)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C import _len_torch_dispatch_stack
 
 from lowtide.compiled.backend import Backend
 from lowtide.errors import LowtideWarning
@@ -38,7 +39,8 @@ class Calls:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         is_training = torch.is_grad_enabled()
-        if self._gave_up or (is_training and self._is_measured()):
+        # Under a dispatch mode, which wants to see every op, torch.compile steps aside by itself.
+        if self._gave_up or (is_training and self._is_measured()) or _len_torch_dispatch_stack():
             self.eager += 1
             return self._model._call_impl(*args, **kwargs)
         before = self._backend.ran

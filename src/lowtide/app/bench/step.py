@@ -3,8 +3,9 @@
 A method is plain, checkpoint, compile, a preset (bold: bounds of 1.0 std for conv, linear and norm inputs, 0.1 for
 log-probabilities; careful: 0.4 std for all values, 0.05 for those) or a method of Lowtide, with options as in
 bold:blocks or "fixed(linear=0.4 std, coder=rans)".
-With graph=true, as in "plain(graph=true),bold(graph=true)", forward and backward are replayed as a CUDA graph. Plain is
-measured before and after the others, whether it is named or not. Columns and conditions: docs/bench.md.
+With graph=true, as in "plain(graph=true),bold(graph=true)", forward and backward are replayed as a CUDA graph; with
+compile=true, as in "compile,bold(compile=true)", torch.compile has compiled the model. Plain is measured before and
+after the others, whether it is named or not. Columns and conditions: docs/bench.md.
 """
 
 from __future__ import annotations

@@ -49,6 +49,7 @@ class Variant:
     options: Mapping[str, Any] = field(default_factory=dict)
     is_graphed: bool = False  # forward and backward are replayed as a CUDA graph
     is_beside: bool = False  # within it, encoders and decoders run beside the step
+    is_compiled: bool = False  # by torch.compile, with what Lowtide holds inside of its graphs
 
     @classmethod
     def parse(cls, text: str) -> Variant:
@@ -57,18 +58,21 @@ class Variant:
         given = {**spec.options, **({"coder": spec.short} if spec.short else {})}
         is_graphed = spec.name not in ("checkpoint", "compile") and given.pop("graph", False) is True
         is_beside = is_graphed and spec.name != "plain" and given.pop("beside", False) is True
+        is_compiled = spec.name not in OTHERS and given.pop("compile", False) is True
+        if is_graphed and is_compiled:
+            raise UsageError(f"{text!r}: graph and compile exclude each other")
         if spec.name in OTHERS:
             if given:
                 known = "no options but graph=true" if spec.name == "plain" else "no options"
                 raise UsageError(f"{spec.name!r} has {known}; got {text!r}")
             return cls(spec.text, is_graphed=is_graphed)
         found = find_method(spec.name, given, reserved=_RESERVED, others=OTHERS, what=repr(text))
-        return cls(spec.text, *found, is_graphed, is_beside)
+        return cls(spec.text, *found, is_graphed, is_beside, is_compiled)
 
     @property
     def is_exact(self) -> bool:
-        """Whether losses are to equal those of plain training, bit by bit."""
-        return self.method in ("exact", "lossless", "offload")
+        """Whether losses are to equal those of plain training, bit by bit; compiled kernels round otherwise."""
+        return self.method in ("exact", "lossless", "offload") and not self.is_compiled
 
     def prepare(self, task: Task) -> None:
         """Change a new task's model, where this is not Lowtide's or plain training."""
@@ -95,6 +99,8 @@ class Variant:
         session = attach(
             task.model, self.method, optimizer=task.optimizer, seed=seed, check=check, **dict(self.options)
         )
+        if self.is_compiled:
+            session.compile()
         if self.is_graphed and not check:
             make = partial(session.graph, warmup=warmup, beside=self.is_beside)
         task.session = session

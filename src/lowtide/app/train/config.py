@@ -119,6 +119,7 @@ class Train(Section):
     clip: float | None = _setting(None, float, "largest norm of a step's gradients", low=0)
     deterministic: bool = _setting(False, bool, "bit-equal repeats on a GPU too, at some cost")
     graph: bool = _setting(False, bool, "replay forward and backward as a CUDA graph: less work for the host")
+    compile: bool = _setting(False, bool, "have torch.compile compile the model")
 
 
 @dataclass(frozen=True, slots=True)

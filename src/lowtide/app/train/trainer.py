@@ -23,7 +23,7 @@ from lowtide.app.timeline import Timeline
 from lowtide.app.train.augment import Pictures
 from lowtide.app.train.batches import Batches
 from lowtide.app.train.checkpoints import CheckpointError
-from lowtide.app.train.config import PLAIN, Config, Train
+from lowtide.app.train.config import PLAIN, Config, Method, Train
 from lowtide.app.train.memory import Meter
 from lowtide.app.train.optimizers import make_optimizer
 from lowtide.app.train.schedules import make_schedule
@@ -45,6 +45,8 @@ class Trainer:
         train = config.train
         if train.graph:
             _check_graph(train, device)
+        if train.compile:
+            _check_compile(train, config.method)
         self.batches = Batches(data, batch=train.batch, device=device, seed=train.seed)
         self.steps_per_epoch = self.batches.steps
         self.steps = train.epochs * self.steps_per_epoch
@@ -59,6 +61,7 @@ class Trainer:
         )
         self.scaler = torch.amp.GradScaler(device.type, enabled=train.precision == "fp16")
         self.session = self._attach()
+        self._run = torch.compile(self.model) if train.compile and self.session is None else self.model
         self.meter = Meter(self.model, self.session, device)
         self._graphed = self._graph() if train.graph else None
 
@@ -88,7 +91,7 @@ class Trainer:
                 stack.enter_context(timeline.following())
             with self._recording(), self.meter.forward(inputs):
                 with self._autocast():
-                    output = self.model(inputs)
+                    output = self._run(inputs)
                 loss = self._score(output, targets, smoothing=self.config.train.label_smoothing)
                 del output
             self.meter.after_forward()
@@ -146,7 +149,10 @@ class Trainer:
         if method.name == PLAIN:
             return None
         options = {"optimizer": self.optimizer, "seed": self.config.train.seed, **method.options}
-        return attach(self.model, method.name, **options)
+        session = attach(self.model, method.name, **options)
+        if self.config.train.compile:
+            session.compile()
+        return session
 
     def _graph(self) -> GraphStep:
         make = partial(graph_plainly, self.model) if self.session is None else self.session.graph
@@ -171,9 +177,9 @@ class Trainer:
         """Logits of a batch of the test split, in float32."""
         given = inputs if self.pictures is None else self.pictures.testing(inputs)
         with self._autocast():
-            logits = as_logits(self.model(given)).float()
+            logits = as_logits(self._run(given)).float()
             if self.config.augment.test_mirror:  # one after the other: both at once would need twice the memory
-                logits = (logits + as_logits(self.model(given.flip(-1))).float()) / 2
+                logits = (logits + as_logits(self._run(given.flip(-1))).float()) / 2
         return logits
 
     def _score(self, output: Any, targets: Tensor, smoothing: float = 0.0) -> Tensor:
@@ -198,6 +204,13 @@ def _check_graph(train: Train, device: torch.device) -> None:
         raise UsageError("train.graph is for fp32, tf32 and bf16: in fp16 the scale of the loss changes between steps")
     if train.deterministic:
         raise UsageError("train.graph and train.deterministic exclude each other: a replay has dither of its own")
+
+
+def _check_compile(train: Train, method: Method) -> None:
+    if train.graph:
+        raise UsageError("train.compile and train.graph exclude each other")
+    if method.name == "recompute":
+        raise UsageError("train.compile and recompute exclude each other")
 
 
 def as_logits(output: Any) -> Tensor:
