@@ -5,10 +5,11 @@
 A GPU's step is as long as the host takes to launch it, if the host takes longer than the device. This measures the
 host's part anywhere, without a GPU: nets of real depth and tiny width run on the CPU, tensors go through the path that
 they take on an NVIDIA GPU up to the launch, and what would be launched is nothing; an encoder says at once that its
-payload fits. Three ways of training take turns, step by step: plain, with Lowtide, and with Lowtide where every step
-has another batch size, so that no geometry is that of the step before. A save's cost is the difference of medians over
-the tensors that are coded. It leaves out what only a device adds (the driver's launch, the allocator of its memory).
-Gradients mean nothing here. Rows are appended to a CSV file.
+payload fits. Five ways of training take turns, step by step: plain, with Lowtide, with Lowtide where every step has
+another batch size, so that no geometry is that of the step before, and plain and with Lowtide once more where
+torch.compile runs the model as a graph (backend aot_eager: the ops are the same ones). A save's cost is the difference
+of medians over the tensors that are coded. It leaves out what only a device adds (the driver's launch, the allocator
+of its memory). Gradients mean nothing here. Rows are appended to a CSV file.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ COLUMNS = (
     *ENVIRONMENT,
     *("model", "repeats", "saves", "plain_forward_ms", "plain_backward_ms", "forward_ms", "backward_ms"),
     *("us_a_save_forward", "us_a_save_backward", "us_a_save_other_sizes"),
+    *("us_a_save_compiled_forward", "us_a_save_compiled_backward"),
 )
 # Real depth and tiny width; the second number is the samples of a batch.
 MODELS: dict[str, tuple[dict[str, Any], int]] = {
@@ -50,6 +52,8 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {
     "gpt": ({"vocab_size": 64, "context": 64, "depth": 12, "width": 48, "heads": 4}, 4),
 }
 _MIN_SIZE = 4096  # bytes, so that at these widths the same tensors are coded as at real ones
+_BACKEND = "aot_eager"
+_PARTS = ("forward", "backward", "other_sizes", "compiled_forward", "compiled_backward")
 _TICKET = 80  # where the address of the report lies in what an encoder is given (Args in sz_args.cuh)
 
 
@@ -93,7 +97,7 @@ def launched_into_nothing() -> Iterator[None]:
 class Trainee:
     """A model, with Lowtide or without, whose steps are timed."""
 
-    def __init__(self, name: str, *, attached: bool) -> None:
+    def __init__(self, name: str, *, attached: bool, compiled: bool = False) -> None:
         options, self._batch = MODELS[name]
         torch.manual_seed(0)
         self.model: nn.Module = zoo.build(name, **options)
@@ -103,6 +107,8 @@ class Trainee:
         self.tide = lowtide.attach(
             self.model, "fixed", linear="1.0 std", norm="1.0 std", coder="rans", min_size=_MIN_SIZE, refresh=1 << 30
         ) if attached else None  # fmt: skip
+        if compiled:
+            (self.tide or self.model).compile(backend=_BACKEND, fullgraph=True)
 
     def _input(self, batch: int) -> Tensor:
         if self._is_text:
@@ -130,22 +136,24 @@ class Trainee:
 def measure(name: str, repeats: int, warm: int = 12) -> dict[str, Any]:
     with launched_into_nothing():
         plain, steady, changing = (Trainee(name, attached=attached) for attached in (False, True, True))
+        graph, held_in_graph = (Trainee(name, attached=attached, compiled=True) for attached in (False, True))
         for number in range(warm + repeats):
             if number == warm:
-                for trainee in (plain, steady, changing):
+                for trainee in (plain, steady, changing, graph, held_in_graph):
                     trainee.times.clear()
-            plain.step()
-            steady.step()
+            for trainee in (plain, steady, graph, held_in_graph):
+                trainee.step()
             changing.step(number % 3)
         assert steady.tide is not None
         sites = steady.tide.ledger.sites.values()
         saves = sum(site.saves for site in sites if site.codec == "sz")
         if not saves:
             raise UsageError(f"{name}: no tensor was coded")
-        for trainee in (steady, changing):
+        for trainee in (steady, changing, held_in_graph):
             assert trainee.tide is not None
             trainee.tide.detach()
     (before, after), (forward, backward), others = plain.medians(), steady.medians(), changing.medians()
+    compiled = [ours - theirs for ours, theirs in zip(held_in_graph.medians(), graph.medians(), strict=True)]
     return {
         "model": name,
         "repeats": repeats,
@@ -157,6 +165,8 @@ def measure(name: str, repeats: int, warm: int = 12) -> dict[str, Any]:
         "us_a_save_forward": 1e6 * (forward - before) / saves,
         "us_a_save_backward": 1e6 * (backward - after) / saves,
         "us_a_save_other_sizes": 1e6 * (sum(others) - before - after) / saves,
+        "us_a_save_compiled_forward": 1e6 * compiled[0] / saves,
+        "us_a_save_compiled_backward": 1e6 * compiled[1] / saves,
     }
 
 
@@ -186,10 +196,11 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def show(rows: list[dict[str, Any]]) -> list[str]:
     heads = ("model", "saves", "plain, ms", "with Lowtide, ms", "forward, us a save", "backward", "both, other sizes")
+    heads = (*heads, "compiled: forward", "backward")
     cells = []
     for row in rows:
         plain, ours = (f"{row[f'{way}forward_ms']:.1f} + {row[f'{way}backward_ms']:.1f}" for way in ("plain_", ""))
-        costs = [f"{row[f'us_a_save_{part}']:.0f}" for part in ("forward", "backward", "other_sizes")]
+        costs = [f"{row[f'us_a_save_{part}']:.0f}" for part in _PARTS]
         cells.append((row["model"], str(row["saves"]), plain, ours, *costs))
     return list(table(heads, cells))
 
