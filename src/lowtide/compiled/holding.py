@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowtide import gates
 from lowtide.capture import makers, pairs
-from lowtide.capture.handles import Alias, Deduplicator, Entry, Extent, Handle, Passed, extent_of
+from lowtide.capture.handles import Alias, Deduplicator, Entry, Handle, Passed, extent_of
 from lowtide.errors import PayloadError
 from lowtide.ledger import Lease, Ledger
 from lowtide.pipeline import Pipeline
@@ -103,27 +103,28 @@ class Group:
 
     def hold(self, tensors: Sequence[Tensor]) -> Holder:
         """Hold one tensor for each save, the first ones; what of them shares memory is stored once."""
-        settled: dict[tuple[int, int, Extent], _Settled] = {}
+        desk = self._desk
+        saves = self._saves if desk.moved is None else self._saves_in(desk.moved)
+        settled: list[_Settled] = []
         handles: list[Handle] = []
-        moved = self._desk.moved
-        for number, save in enumerate(self._saves if moved is None else self._saves_in(moved)):
-            tensor = tensors[number].detach()
-            handle = Handle(TensorSpec.of(tensor), save.site.path, save.site.module, is_leaf=False)
-            handle.site, handle.need = save.site, save.need
-            storage = tensor.untyped_storage()
-            key = (storage._cdata, int(tensor.storage_offset()), extent_of(handle.spec))
-            if key not in settled:
-                settled[key] = _Settled(Entry(self._desk.records.record_of(storage), tensor._version), tensor, [])
-                entry = settled[key].entry
-                entry.raw, entry.spec = tensor, handle.spec
-                entry.maker = self._maker(number, tensor, handles, tensors[len(self._saves) :])
-            handle.entry = settled[key].entry
-            settled[key].handles.append(handle)
+        for number, save in enumerate(saves):
+            tensor, site = tensors[number].detach(), save.site
+            handle = Handle(TensorSpec.of(tensor), site.path, site.module, is_leaf=False)
+            handle.site, handle.need = site, save.need
+            item = next((item for item in settled if item.covers(tensor, handle.spec)), None)
+            if item is None:
+                item = _Settled(Entry(desk.records.record(tensor), tensor._version), tensor, [])
+                item.entry.raw, item.entry.spec = tensor, handle.spec
+                if number in self._origins:
+                    item.entry.maker = self._maker(number, tensor, handles, tensors[len(saves) :])
+                settled.append(item)
+            handle.entry = item.entry
+            item.handles.append(handle)
             handles.append(handle)
-        for item in settled.values():
+        for item in settled:
             self._settle(item)
-        self._desk.pipeline.settle_rest()
-        for item in settled.values():
+        desk.pipeline.settle_rest()
+        for item in settled:
             item.copy_kept()
         return Holder(handles)
 
@@ -136,9 +137,7 @@ class Group:
 
     def _maker(self, number: int, tensor: Tensor, handles: list[Handle], beside: Sequence[Tensor]) -> Any:
         """What the tensor was made of, in the words of an eager capture."""
-        origin = self._origins.get(number)
-        if origin is None:
-            return None
+        origin = self._origins[number]
         source = handles[origin.source]
         # Detached first: below autograd a detached tensor counts its versions anew, and the graph's own are checked.
         parts = {name: Passed(beside[place].detach(), source.call_path) for name, place in origin.beside.items()}
@@ -177,6 +176,16 @@ class _Settled(NamedTuple):
     entry: Entry
     tensor: Tensor
     handles: list[Handle]
+
+    def covers(self, tensor: Tensor, spec: TensorSpec) -> bool:
+        """Whether ``tensor`` is the same stretch of memory, whatever its shape."""
+        own, known = self.tensor, self.entry.spec
+        return (
+            known is not None
+            and tensor.data_ptr() == own.data_ptr()
+            and tensor.untyped_storage()._cdata == own.untyped_storage()._cdata
+            and extent_of(spec) == extent_of(known)
+        )
 
     def copy_kept(self) -> None:
         """The compiler takes the tensor for its own and may write to it again: what is kept as it is, is copied."""

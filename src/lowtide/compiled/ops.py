@@ -9,6 +9,7 @@ of them, in the geometry that was traced.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -31,13 +32,16 @@ HOLD = torch.ops.lowtide.hold.default
 RESTORE = torch.ops.lowtide.restore.default
 
 
-def strides(size: Sequence[int], order: Sequence[int]) -> list[int]:
+def strides(size: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
     """Of a dense tensor whose axes lie in memory as ``order`` says, the outermost first."""
     stride, step = [0] * len(size), 1
     for axis in reversed(order):
         stride[axis] = step
         step = step * max(size[axis], 1) if isinstance(size[axis], int) else step * size[axis]
-    return stride
+    return tuple(stride)
+
+
+_known_strides = lru_cache(maxsize=4096)(strides)
 
 
 def _saved(tensor: Tensor, number: int, beside: list[Tensor]) -> Tensor:
@@ -59,7 +63,9 @@ def _hold_fake(tensors: list[Tensor], key: str) -> Tensor:
 def _restore(
     token: Tensor, index: int, size: list[int], order: list[int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    tensor, stride = holder_of(token).restore(index), strides(size, order)
+    tensor, stride = holder_of(token).restore(index), _known_strides(tuple(size), tuple(order))
+    if tensor.stride() == stride:  # as a rule
+        return tensor
     if all(count == 1 or at == step for count, at, step in zip(size, tensor.stride(), stride, strict=True)):
         return tensor.as_strided(size, stride)  # an axis of one may have had any stride
     # The compiler has laid the tensor out otherwise than it was traced.
