@@ -172,15 +172,15 @@ def measure(name: str, precision: str, steps: int) -> Iterator[dict[str, Any]]:
     bench = Bench(name, precision)
     yield {"parameters": sum(part.numel() for part in bench.model.parameters())}
     plain = bench.gradients()
-    yield {"repeats": _are_equal(plain, bench.gradients())}
+    yield {"repeats": are_equal(plain, bench.gradients())}
     tide = lowtide.attach(bench.model, "exact", min_size=0, check="full")
-    yield {"exact": _are_equal(plain, bench.gradients())}
+    yield {"exact": are_equal(plain, bench.gradients())}
     tide.detach()
     tide = lowtide.attach(bench.model, min_size=0, check=True)
     noise = []
     for _ in range(steps):
         lossy = bench.gradients()
-        noise.append(_energy({key: lossy[key] - plain[key] for key in plain}) / max(_energy(plain), 1e-300))
+        noise.append(energy({key: lossy[key] - plain[key] for key in plain}) / max(energy(plain), 1e-300))
         tide.step()
     sites = tide.ledger.sites.values()
     raw, held = sum(site.raw_nbytes for site in sites), sum(site.held_nbytes for site in sites)
@@ -194,11 +194,11 @@ def measure(name: str, precision: str, steps: int) -> Iterator[dict[str, Any]]:
     yield {"kept_share": kept.total() / max(raw, 1), "kept_because": because}
 
 
-def _are_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+def are_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(part, other[name]) for name, part in one.items())
 
 
-def _energy(gradients: dict[str, Tensor]) -> float:
+def energy(gradients: dict[str, Tensor]) -> float:
     return sum(float(part.double().square().sum()) for part in gradients.values())
 
 
@@ -217,8 +217,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     arguments.add_output(parser, out="benchmarks/results/architectures.csv")
 
 
-def run(options: argparse.Namespace) -> list[dict[str, Any]]:
-    arguments.require_positive(options, "steps")
+def choose(options: argparse.Namespace) -> tuple[list[str], list[str], str]:
+    """Architectures and precisions, as they were named, and the version of transformers."""
     names, precisions = options.architectures.split(","), options.precision.split(",")
     unknown = [name for name in names if name not in ARCHITECTURES]
     unknown += [name for name in precisions if name not in ("fp32", "bf16")]
@@ -230,10 +230,16 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         raise UsageError(
             "this measures models of transformers, which is not installed: pip install transformers"
         ) from None
+    return names, precisions, transformers.__version__
+
+
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    arguments.require_positive(options, "steps")
+    names, precisions, version = choose(options)
     out = ResultFile(arguments.find_out(options), COLUMNS).begin()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    shared = describe_environment(torch.device("cpu"), options.revision) | {"transformers": transformers.__version__}
+    shared = describe_environment(torch.device("cpu"), options.revision) | {"transformers": version}
     rows = []
     for name in names:
         for precision in precisions:

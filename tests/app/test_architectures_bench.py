@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -55,3 +56,19 @@ def test_names_that_are_not_known(bench):
 def test_a_failure_has_a_row(bench):
     row = {"architecture": "a", "precision": "fp32", "ok": False, "error": "TypeError: no"}
     assert bench._cells(row) == ("a", "fp32", "failed", "", "", "TypeError: no")
+
+
+def test_compiled_beside_eager(monkeypatch, tmp_path):
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    compiled, out, threads = (
+        load_script("benchmarks/architectures_compiled.py"),
+        tmp_path / "c.csv",
+        torch.get_num_threads(),
+    )
+    rows = compiled.run(options(compiled, "llama", "--precision", "fp32", "--out", str(out)))
+    torch.set_num_threads(threads)
+    (row,) = rows
+    assert row["ok"] and row["same"] and row["graphs"] == 1
+    assert row["held_compiled"] <= 1.01 * row["held"] and row["noise"] == row["noise_compiled"] > 0
+    assert len(compiled.show(rows)) == 3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import shutil
 from types import ModuleType
 
 import pytest
@@ -42,7 +41,6 @@ def test_four_ways_each_with_a_row(bench, tmp_path, monkeypatch):
     assert len(bench.show(rows)) == 6
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor has no C++ compiler here")
 def test_a_process_grows_by_less_with_lowtide(bench, monkeypatch):
     """A model whose tensors outweigh what codecs need meanwhile; eagerly, so that nothing is compiled for long."""
     monkeypatch.setitem(

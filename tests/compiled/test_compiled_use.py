@@ -309,6 +309,37 @@ def test_hooks_of_others_around_a_compiled_model(net, attach, images, gradients,
         loss.backward()
 
 
+def test_a_rule_that_matches_nothing_is_named(net, attach, images):
+    model = net()
+    attach(model, rules=[{"path": "wyde", "keep": True}])
+    with pytest.warns(LowtideWarning, match=r"rule\(path='wyde'\) matched none of the tensors"):
+        model(images).sum().backward()
+
+
+def test_a_model_of_which_nothing_can_be_held(attach, images):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(768, 4))
+    attach(model)
+    with pytest.warns(LowtideWarning, match="nothing that this forward saves"):
+        model(images).sum().backward()
+
+
+def test_tensors_of_other_kinds_are_left_to_the_compiler(attach, gradients, one_process, assert_same):
+    """Weights of a tensor-parallel layer, and what it saves, are no plain tensors."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    results = []
+    for backend in (None, "aot_eager"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8))
+        parallelize_module(model, init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()})
+        session = attach(model, backend=backend, fullgraph=False)
+        found = gradients(model, torch.randn(64, 32, generator=torch.Generator().manual_seed(0)))
+        results.append([part.full_tensor() if hasattr(part, "full_tensor") else part for part in found])
+        assert session.ledger.held == 0
+    assert_same(*results)
+
+
 def test_the_report_counts_calls(net, attach, images):
     model = net()
     session = attach(model)

@@ -35,7 +35,7 @@ class Calls:
         self._is_measured, self._aside = is_measured, aside
         self._run = torch.compile(_alone(model._call_impl), backend=backend, **options)
         self.compiled = self.eager = 0
-        self._has_warned = self._gave_up = False
+        self._has_looked = self._gave_up = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         is_training = torch.is_grad_enabled()
@@ -47,24 +47,31 @@ class Calls:
         with self._aside():
             result = self._run(*args, **kwargs)
         self.compiled += 1
+        self._backend.desk.pipeline.let_go()
         if is_training:
             self._look(self._backend.ran - before)
         return result
 
     def _look(self, pieces: int) -> None:
-        """Say so if torch.compile has not made one graph of the model: what runs between graphs is not held."""
+        """Say so if torch.compile has not made one graph of the model, or nothing in its graphs is held; once."""
         if pieces == 0:
             self._gave_up = True
             self._warn(
                 "torch.compile ran nothing of this forward as a graph (recurrent layers are left out, for instance, or "
                 "the limit of recompilations is reached: see TORCH_LOGS=recompiles). From now on the model runs eagerly"
             )
-        elif pieces > 1 and not self._has_warned:
-            self._has_warned = True
+        if self._has_looked:
+            return
+        self._has_looked = True
+        policy = self._backend.desk.pipeline.policy
+        policy.warn_unmatched(self._backend.places.paths)
+        if pieces > 1:
             self._warn(
                 f"torch.compile divided this forward into {pieces} graphs. What is saved between them is kept as it "
                 "is; compile(fullgraph=True) says where they part"
             )
+        if pieces and not self._backend.held and policy.values is not None and not policy.is_waiting:
+            self._warn("nothing that this forward saves for backward is held compressed. See session.report()")
 
     @staticmethod
     def _warn(text: str) -> None:

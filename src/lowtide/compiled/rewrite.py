@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch._functorch import config as aot_config
 from torch._functorch.compile_utils import fx_graph_cse
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -45,7 +45,8 @@ _VIEWS = _SAME | {
 _PARTS = frozenset((_aten.expand.default, _aten.slice.Tensor))  # views, where they are of the whole
 _CASTS = frozenset((torch.ops.prims.convert_element_type.default, _aten._to_copy.default))
 # The compiler turns these into writes to the memory of what they read, if nobody else reads it afterwards.
-_WRITES_AGAIN = ("index_put", "scatter", "_scatter", "auto_functionalized", "triton_kernel_wrapper", "all_reduce")
+_WRITES_TO_FIRST = ("index_put", "scatter")
+_WRITES = ("auto_functionalized", "triton_kernel_wrapper", "all_reduce")
 _RUN_AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 _BY_COMPILER = "handed from forward to backward by the compiler"
 
@@ -130,7 +131,7 @@ def _may_be_held(
             return False  # a parameter, its view or cast, a buffer, the model's input: somebody else holds it
     if source.op == "get_attr" or source.meta.get("recompute") in _RUN_AGAIN:
         return False
-    if any(_writes_again(user, source) for user in source.users):
+    if _may_be_written(source):
         return False
     value = mark.meta["val"]
     spec = TensorSpec((), (), value.dtype, value.device)
@@ -285,8 +286,15 @@ def _are_equal(one: Any, other: Any) -> bool:
     return bool(statically_known_true(one == other))
 
 
-def _writes_again(user: fx.Node, source: fx.Node) -> bool:
-    return user.op == "call_function" and any(part in str(user.target) for part in _WRITES_AGAIN)
+def _may_be_written(node: fx.Node) -> bool:
+    """Whether an op may be turned into one that writes its result into the memory of the tensor."""
+    for user in node.users:
+        name = str(user.target)
+        if any(part in name for part in _WRITES_TO_FIRST) and user.args and user.args[0] is node:
+            return True
+        if any(part in name for part in _WRITES) or (user.target in _VIEWS | _PARTS and _may_be_written(user)):
+            return True
+    return False
 
 
 def _undo_late_holds(backward: fx.GraphModule) -> set[str]:
@@ -313,6 +321,8 @@ def _exact_saves(forward: fx.GraphModule, num_fwd_outputs: int, tracer: Tracer) 
     for node in handed:
         value = node.meta.get("val")
         if node.op == "placeholder" or node in given or node.target is HOLD or not isinstance(value, torch.Tensor):
+            continue
+        if free_unbacked_symbols(value):
             continue
         nbytes = value.dtype.itemsize
         for size in value.shape:

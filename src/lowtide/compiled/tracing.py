@@ -9,7 +9,7 @@ through an op that only marks it (``lowtide::saved``), for ``rewrite`` to find.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch._C import _autograd
 from torch._ops import HigherOrderOperator
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import traceback
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from lowtide.capture import graph, makers, needs, pairs
 from lowtide.capture.habits import site_of
@@ -72,7 +74,7 @@ class Tracer:
 
     def begin(self, inputs: Sequence[Any]) -> None:
         """Forward begins to be traced: AOTAutograd has turned hooks off, ours are to see this."""
-        self._packed = []
+        self._packed, self._saves, self.made = [], {}, {}
         self._inputs = {value.grad_fn: value for value in inputs if isinstance(value, Tensor) and value.requires_grad}
         self.go_on()
 
@@ -146,9 +148,9 @@ class Tracer:
 
     def _is_unfit(self, tensor: Tensor) -> bool:
         """What no codec takes; where a size is not known yet, whether it is worth while is asked when it is."""
-        if tensor.dtype not in _DTYPES or tensor.layout is not torch.strided:
+        if type(tensor) is not FunctionalTensor or tensor.dtype not in _DTYPES or tensor.layout is not torch.strided:
             return True
-        if any(type(stride) is int and stride == 0 for stride in tensor.stride()):
+        if free_unbacked_symbols(tensor) or any(type(stride) is int and stride == 0 for stride in tensor.stride()):
             return True
         nbytes = tensor.numel() * tensor.dtype.itemsize
         return type(nbytes) is int and nbytes < self._desk.min_size
@@ -175,22 +177,25 @@ class Tracer:
         return others.pop() if len(others) == 1 else name
 
 
-_tracer: ContextVar[Tracer] = ContextVar("lowtide.tracer")
+_tracer: ContextVar[Tracer | None] = ContextVar("lowtide.tracer", default=None)
 
 
 def begin_trace(*inputs: Any) -> None:
-    """Put first into a graph that is to be traced, with the graph's inputs."""
-    _tracer.get().begin(inputs)
+    """Put first into a graph that is to be traced, with the graph's inputs; whoever runs it otherwise sees nothing."""
+    if (tracer := _tracer.get()) is not None:
+        tracer.begin(inputs)
 
 
 def pause_trace() -> None:
     """Put last, and before what is not ours to look into."""
-    _tracer.get().pause()
+    if (tracer := _tracer.get()) is not None:
+        tracer.pause()
 
 
 def go_on_with_trace() -> None:
     """Put after it."""
-    _tracer.get().go_on()
+    if (tracer := _tracer.get()) is not None:
+        tracer.go_on()
 
 
 for _function in (begin_trace, pause_trace, go_on_with_trace):
@@ -224,6 +229,10 @@ class Places:
         self._by_path = {path: type(module).__name__ for path, module in model.named_modules()}
         self._by_id = {id(module): path for path, module in model.named_modules()}
         self._parameters = {id(part): (name, part) for name, part in model.named_parameters()}
+
+    @property
+    def paths(self) -> Iterable[str]:
+        return (path or ROOT for path in self._by_path)
 
     def of(self, node: Mapping[str, Any], root: str = "") -> tuple[str, str]:
         """By a node's metadata; ``root`` is the module whose forward the graph is."""
