@@ -44,7 +44,18 @@ def test_tensors_go_while_forward_runs(backend, attach, monkeypatch):
     assert max(watch.alive) <= 3, "two or three tensors of the layer at work, however deep the net"
     assert sum(not ref.expired() for ref in watch.refs) <= 1, "the output"
     assert session.ledger.raw > 4 * session.ledger.held > 0
+    restore, decoded, alive = holding.Holder.restore, [], []
+
+    def watched(holder: holding.Holder, index: int) -> torch.Tensor:
+        alive.append(sum(not ref.expired() for ref in decoded))
+        tensor = restore(holder, index)
+        decoded.append(StorageWeakRef(tensor.untyped_storage()))
+        return tensor
+
+    monkeypatch.setattr(holding.Holder, "restore", watched)
     output.sum().backward()
+    assert len(decoded) > 20
+    assert max(alive) <= 2, "each is decoded when it is wanted, and goes when it was used"
     assert session.ledger.raw == session.ledger.held == 0
 
 
