@@ -17,6 +17,7 @@ Rows are appended to a CSV file.
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import warnings
 from collections.abc import Iterator
@@ -58,6 +59,8 @@ def _run(bench: Bench, *, is_compiled: bool) -> tuple[dict[str, Tensor], int, in
     gradients = bench.gradients()
     graphs = tide._calls._backend.ran if tide._calls is not None else 0
     tide.detach()
+    torch._dynamo.reset()
+    gc.collect()  # now: Python 3.11 may crash where it happens while a tensor that several graphs have seen is freed
     return gradients, tide.ledger.held_peak, graphs
 
 
