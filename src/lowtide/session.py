@@ -8,7 +8,7 @@ import sys
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -63,6 +63,7 @@ class Session:
         remake: bool | None = None,
         refresh: int = 64,
         seed: int = 0,
+        compile: bool | Mapping[str, Any] = False,
         **options: Any,
     ) -> None:
         if check not in _CHECKS:
@@ -114,6 +115,12 @@ class Session:
         if optimizer is not None:
             self._step_handle = optimizer.register_step_post_hook(_StepHook(self))
         self._begin_step()
+        if compile:
+            try:
+                self.compile(**(compile if isinstance(compile, Mapping) else {}))
+            except BaseException:
+                self.detach()
+                raise
 
     def detach(self) -> None:
         """Take all hooks off. Graphs that are already built keep their payloads until their backward."""
@@ -357,6 +364,7 @@ def attach(model: nn.Module, method: str = DEFAULT_METHOD, **options: Any) -> Se
         refresh: bounds given as multiples of a statistic, and the tables of coders, are measured again every so many
             saves of a place in the model (and at its saves 1, 2, 4, 8, 16 and 32); 1 measures at every save.
         seed: of the dither; the global RNG is never touched.
+        compile: True, or options of ``torch.compile``: have the model compiled, as ``session.compile()`` does.
         options: of the method (``noise=0.01`` or ``memory="8GiB"`` of method ``budget``); one that it does not have is
             refused, and the methods that have it are named.
     """

@@ -348,6 +348,17 @@ def test_the_report_counts_calls(net, attach, images):
     assert "compiled by aot_eager: 2 calls, 0 eager ones; 1 graphs" in str(session.report())
 
 
+def test_in_one_line(net, images):
+    model = net()
+    session = lowtide.attach(model, "fixed", min_size=1024, compile={"backend": "aot_eager", "fullgraph": True})
+    model(images).sum().backward()
+    assert "compiled by aot_eager: 1 calls" in str(session.report())
+    session.detach()
+    with pytest.raises(UnknownNameError, match="unknown backend"):
+        lowtide.attach(model, "fixed", compile={"backend": "fast"})
+    lowtide.attach(model, "fixed").detach()  # nothing was left attached
+
+
 def test_what_is_refused(net, attach):
     with pytest.raises(CompileError, match="needs a model"):
         Session(None, "fixed").compile()

@@ -37,7 +37,7 @@ PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
 }
-_RESERVED = ("optimizer", "check", "seed")
+_RESERVED = ("optimizer", "check", "seed", "compile")
 
 
 @dataclass(frozen=True, slots=True)

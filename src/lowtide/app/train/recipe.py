@@ -24,7 +24,7 @@ from lowtide.app.train.schedules import WARMUPS
 
 _LR_SGD, _LR_ADAMW, _REFERENCE_BATCH = 0.1, 1e-3, 128
 _DECAY = {"sgd": 5e-4, "adamw": 0.05, "lars": 5e-4}
-_RESERVED = ("optimizer", "seed")  # options of a session that the trainer sets itself
+_RESERVED = ("optimizer", "seed", "compile")  # options of a session that the trainer sets itself
 
 
 def resolve(config: Config, data: DataSet, model: Model, module: nn.Module) -> Config:
