@@ -18,7 +18,7 @@ from lowtide import methods
 from lowtide.capture.gradients import Collector
 from lowtide.capture.hooks import Capture
 from lowtide.capture.scopes import Scope, Scopes
-from lowtide.errors import AttachError, CompileError, GraphError, LowtideWarning, StateError, UnknownNameError
+from lowtide.errors import AttachError, GraphError, LowtideWarning, StateError, UnknownNameError
 from lowtide.garbage import Tidiness
 from lowtide.graphs.machine import Cuda
 from lowtide.graphs.step import GraphStep
@@ -250,19 +250,9 @@ class Session:
             backend: ``"inductor"``, or ``"aot_eager"``, which traces and divides the graphs without compiling them.
             options: of ``torch.compile``: ``fullgraph``, ``dynamic``, ``options``, ``mode`` (without CUDA graphs).
         """
-        from lowtide.compiled.start import start
+        from lowtide.compiled.start import refuse, start
 
-        if not self._modules:
-            raise CompileError("compile() needs a model that Lowtide is attached to")
-        if self._calls is not None:
-            raise CompileError("this model is compiled already; detach() and attach() anew to compile it otherwise")
-        if self._regions is not None:
-            raise CompileError(
-                "recompute runs modules again in backward, which a compiled graph cannot ask for; use "
-                "torch.utils.checkpoint in the model, which torch.compile understands"
-            )
-        if self._graphs:
-            raise CompileError("graph() and compile() exclude each other: ops of compiled graphs run Python")
+        refuse(self._modules, self._calls, self._regions, self._graphs)
         self._calls = start(
             self._modules[0], self._pipeline, self._capture, self._aside, backend=backend, options=options
         )

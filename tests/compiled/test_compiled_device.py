@@ -13,32 +13,10 @@ from device_ops import KINDS, attend, batch_norm, device_ops  # noqa: F401
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.app import zoo
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels"))
 from simt import requires_compiler
-from test_emulated_training import CASES, as_on_a_gpu
-
-
-def _train(
-    name: str, method: str, *, is_compiled: bool, bf16: bool = False, **options: object
-) -> tuple[list[Tensor], lowtide.Session]:
-    entry = zoo.describe(name)
-    torch.manual_seed(0)
-    model = entry.build(**entry.tiny)
-    inputs, target = entry.example(4, **entry.tiny)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
-    session = lowtide.attach(model, method, optimizer=optimizer, min_size=4096, **options)
-    if is_compiled:
-        session.compile(backend="aot_eager", fullgraph=True)
-    for _ in range(4):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            output = model(inputs)
-        entry.loss(output.float(), target).backward()
-        optimizer.step()
-    session.detach()
-    return [parameter.detach() for parameter in model.parameters()], session
+from test_emulated_training import CASES, as_on_a_gpu, train
 
 
 @requires_compiler
@@ -48,8 +26,8 @@ def test_payloads_whose_encoders_report_later(name, case, bf16, monkeypatch, ass
     """Weights are those of plain torch, compiled or not; all that was waiting has been let go."""
     method, options = CASES[case]
     launched = as_on_a_gpu(monkeypatch)
-    plain, _ = _train(name, method, is_compiled=False, bf16=bf16, **options)
-    compiled, session = _train(name, method, is_compiled=True, bf16=bf16, **options)
+    plain, _ = train(name, method, bf16=bf16, **options)
+    compiled, session = train(name, method, bf16=bf16, backend="aot_eager", **options)
     assert_same(plain, compiled)
     assert launched
     assert session.ledger.held == 0
@@ -71,7 +49,7 @@ def test_attention_of_a_device(kind, monkeypatch, assert_same):
 
     monkeypatch.setattr(device_ops_module, "_attend", as_a_device_lays_it_out)
     monkeypatch.setattr(F, "scaled_dot_product_attention", without_dropout)
-    results = [_train("gpt", "fixed", is_compiled=is_compiled) for is_compiled in (False, True)]
+    results = [train("gpt", "fixed", bf16=False, backend=backend) for backend in (None, "aot_eager")]
     (eager, session), (compiled, session_of_graph) = results
     assert_same(eager, compiled)
     op = f"scaled_dot_product_{kind}_attention"

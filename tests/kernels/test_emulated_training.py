@@ -26,8 +26,10 @@ pytestmark = requires_compiler
 STEPS = 6
 
 
-def train(name: str, method: str, *, bf16: bool, **options: Any) -> tuple[list[Tensor], lowtide.Session]:
-    """The weights after some steps; conv nets are channels_last in bf16."""
+def train(
+    name: str, method: str, *, bf16: bool, backend: str | None = None, **options: Any
+) -> tuple[list[Tensor], lowtide.Session]:
+    """The weights after some steps, compiled if a backend is named; conv nets are channels_last in bf16."""
     entry = zoo.describe(name)
     torch.manual_seed(0)
     model = entry.build(**entry.tiny)
@@ -37,6 +39,8 @@ def train(name: str, method: str, *, bf16: bool, **options: Any) -> tuple[list[T
         inputs = inputs.contiguous(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
     tide = lowtide.attach(model, method, optimizer=optimizer, min_size=4096, **options)
+    if backend is not None:
+        tide.compile(backend=backend, fullgraph=True)
     for _ in range(STEPS):
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,6 +16,21 @@ from lowtide.errors import CompileError, UnknownNameError
 from lowtide.pipeline import Pipeline
 
 _REPLAYING = ("reduce-overhead", "max-autotune")
+
+
+def refuse(modules: Sequence[nn.Module], calls: Calls | None, regions: Any, graphs: Collection[Any]) -> None:
+    """What a session is attached to, has compiled, runs again and replays: say why it cannot be compiled, if so."""
+    if not modules:
+        raise CompileError("compile() needs a model that Lowtide is attached to")
+    if calls is not None:
+        raise CompileError("this model is compiled already; detach() and attach() anew to compile it otherwise")
+    if regions is not None:
+        raise CompileError(
+            "recompute runs modules again in backward, which a compiled graph cannot ask for; use "
+            "torch.utils.checkpoint in the model, which torch.compile understands"
+        )
+    if graphs:
+        raise CompileError("graph() and compile() exclude each other: ops of compiled graphs run Python")
 
 
 def start(
