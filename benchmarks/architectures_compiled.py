@@ -7,7 +7,7 @@ The models and batches of architectures.py. With fixed bounds, samples of every 
 and the backend ``aot_eager``, which runs torch's own ops:
 - graphs: into how many torch.compile divides a forward; one is what one hopes for;
 - same: whether the gradients of the compiled model are those of the eager one bit for bit. Where a model takes another
-  way when it is compiled, or dropout draws otherwise, they are not; then
+  way when it is compiled, or an op rounds otherwise, they are not; then
 - noise, eager and compiled: what each adds to the gradient of all weights, as a share of its energy, against plain
   training eagerly, random numbers and all;
 - held: bytes, eagerly and compiled.

@@ -45,6 +45,23 @@ def test_inputs_that_want_a_gradient(net, attach, images, gradients, assert_same
     assert_same(expected, gradients(compiled, images.clone().requires_grad_()))
 
 
+def test_casts_of_parameters_are_made_again(net, attach, images, assert_same):
+    """Autocast's copies of weights are in what is held only if they are asked for."""
+    results = []
+    for recast in (True, False):
+        model = net()
+        session = attach(model, recast=recast)
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(images)
+        held = session.ledger.held
+        output.float().sum().backward()
+        results.append(([parameter.grad for parameter in model.parameters()], held))
+    (again, held), (handed, held_with_casts) = results
+    assert_same(again, handed)
+    weights = sum(part.numel() for part in model.parameters() if part.dim() > 1)
+    assert held_with_casts - held == 2 * weights
+
+
 def test_frozen_layers(net, attach, images, gradients, assert_same):
     results = []
     for backend in (None, "aot_eager"):

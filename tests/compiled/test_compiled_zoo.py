@@ -41,7 +41,7 @@ def _train(name: str, method: str, *, backend: str | None, bf16: bool) -> tuple[
 
 
 def _models() -> list[object]:
-    names = [name for name in zoo.names() if name not in ("lstm", "gpt2_small")]  # recurrent; dropout draws otherwise
+    names = [name for name in zoo.names() if name not in ("lstm", "gpt2_small")]  # recurrent; dropout rounds otherwise
     return [pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow) for name in names]
 
 
