@@ -3,41 +3,25 @@
 from __future__ import annotations
 
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor
 
-import lowtide
 from lowtide.app import zoo
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels"))
+from test_emulated_training import train
+
 _QUICK = ("alexnet", "resnet18", "vit_ti_16", "gpt", "unet")
-_STEPS = 3
 
 
 def _train(name: str, method: str, *, backend: str | None, bf16: bool) -> tuple[list[Tensor], int, set[str]]:
     """Weights after some steps, the bytes held, and the names of what was held other than as it is."""
-    entry = zoo.describe(name)
-    torch.manual_seed(0)
-    model = entry.build(**entry.tiny)
-    inputs, target = entry.example(4, **entry.tiny)
-    if bf16 and inputs.dim() == 4:
-        model.to(memory_format=torch.channels_last)
-        inputs = inputs.contiguous(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(model.parameters(), 0.02)
-    session = lowtide.attach(model, method, optimizer=optimizer, min_size=1024)
-    if backend is not None:
-        session.compile(backend=backend, fullgraph=True)
-    for step in range(_STEPS):
-        optimizer.zero_grad()
-        torch.manual_seed(step)
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            output = model(inputs)
-        entry.loss(output.float(), target).backward()
-        coded = {name for name, site in session.ledger.sites.items() if site.need in ("values", "mask", "window")}
-        optimizer.step()
-    session.detach()
-    return [parameter.detach() for parameter in model.parameters()], session.ledger.held_peak, coded
+    weights, session = train(name, method, bf16=bf16, backend=backend, min_size=1024)
+    coded = {name for name, site in session.ledger.sites.items() if site.need in ("values", "mask", "window")}
+    return weights, session.ledger.held_peak, coded
 
 
 def _models() -> list[object]:
@@ -58,7 +42,7 @@ def test_weights_are_those_of_an_eager_session(name: str, bf16: bool, assert_sam
 
 @pytest.mark.parametrize("name", ["resnet18", "gpt"])
 def test_bounds_that_set_themselves(name: str, assert_same) -> None:
-    """Steps 0 and 2 are measured, so they run eagerly; step 1 is compiled, with what was learned in the first."""
+    """Steps 0, 2 and 4 are measured, so they run eagerly; the others are compiled, with what was learned in those."""
     eager, held, coded = _train(name, "budget", backend=None, bf16=False)
     compiled, held_by_graph, coded_in_graph = _train(name, "budget", backend="aot_eager", bf16=False)
     assert_same(eager, compiled)

@@ -27,7 +27,7 @@ STEPS = 6
 
 
 def train(
-    name: str, method: str, *, bf16: bool, backend: str | None = None, **options: Any
+    name: str, method: str, *, bf16: bool, backend: str | None = None, min_size: int = 4096, **options: Any
 ) -> tuple[list[Tensor], lowtide.Session]:
     """The weights after some steps, compiled if a backend is named; conv nets are channels_last in bf16."""
     entry = zoo.describe(name)
@@ -38,7 +38,7 @@ def train(
         model.to(memory_format=torch.channels_last)
         inputs = inputs.contiguous(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
-    tide = lowtide.attach(model, method, optimizer=optimizer, min_size=4096, **options)
+    tide = lowtide.attach(model, method, optimizer=optimizer, min_size=min_size, **options)
     if backend is not None:
         tide.compile(backend=backend, fullgraph=True)
     for _ in range(STEPS):

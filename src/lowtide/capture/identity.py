@@ -21,7 +21,7 @@ _VIEW_NODES = frozenset(
 _CAST_NODE = "ToCopyBackward0"
 _TRANSPOSE_NODE = "TBackward0"
 _CAST_OF = "lowtide.cast_of"
-_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.bool, torch.int64})
+DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.bool, torch.int64})
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ def unfit(tensor: Tensor, min_size: int) -> Left | None:
     """Whether ``tensor`` is of a kind that no codec takes, or too small to be worth one."""
     if type(tensor) is not Tensor:
         return SUBCLASS
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.dtype not in _DTYPES:
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.dtype not in DTYPES:
         return DTYPE
     if tensor.is_neg():  # what may be conjugated is complex, and no codec takes that
         return LAZY

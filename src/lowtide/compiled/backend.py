@@ -29,13 +29,11 @@ _AOT = {"enable_autograd_cache": False}  # which knows graphs by what they are b
 
 
 class Backend:
-    """Compiles the graphs of one model. ``known``: the names of sites that eager forwards have had."""
+    """Compiles the graphs of one model."""
 
-    def __init__(
-        self, model: nn.Module, desk: Desk, known: Callable[[], frozenset[str]], name: str, options: dict[str, Any]
-    ) -> None:
+    def __init__(self, model: nn.Module, desk: Desk, name: str, options: dict[str, Any]) -> None:
         self.name, self.desk = name, desk
-        self._known, self._options = known, options
+        self._options = options
         self.places = Places(model)
         self.graphs = 0
         self.ran = 0  # graphs, counted again each time
@@ -43,7 +41,7 @@ class Backend:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         root = self.places.root_of(module.graph)
-        tracer = Tracer(self.places, root, self._known(), self.desk)
+        tracer = Tracer(self.places, root, self.desk)
         compiled = _Compiled(self, root, inputs)
         partition = _Partition(compiled, tracer, [_given(value) for value in inputs])
         tracing.surround(module)

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from lowtide import gates
-from lowtide.capture import makers, pairs
+from lowtide.capture import identity, makers, pairs
 from lowtide.capture.handles import Alias, Deduplicator, Entry, Handle, Passed, extent_of
 from lowtide.errors import PayloadError
 from lowtide.ledger import Lease, Ledger
 from lowtide.pipeline import Pipeline
 from lowtide.records import Need, Site, TensorSpec
 
-_SMALL = "smaller than min_size"
+BY_COMPILER = "handed from forward to backward by the compiler"
 _keys = itertools.count()
 _groups: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
 _holders: weakref.WeakValueDictionary[int, Holder] = weakref.WeakValueDictionary()
@@ -47,7 +47,6 @@ class Exact:
 
     name: str
     module: str
-    reason: str
     nbytes: int
 
 
@@ -71,7 +70,6 @@ class Desk:
     """Where the saves of all compiled graphs of a session go."""
 
     pipeline: Pipeline
-    ledger: Ledger
     min_size: int
     recasts: bool
     remakes: bool
@@ -82,10 +80,15 @@ class Desk:
     def __post_init__(self) -> None:
         self.records = Deduplicator(self.ledger)
 
+    @property
+    def ledger(self) -> Ledger:
+        return self.pipeline.ledger
+
     def count(self, items: Sequence[Exact]) -> list[Counted]:
         """Take note of tensors that the compiler keeps; they are counted for as long as what this gives is held."""
         for item in items:
-            self.ledger.record(item.name, item.module, "exact", "kept", item.reason, "", item.nbytes, item.nbytes)
+            name, nbytes = f"{item.name} ({BY_COMPILER})", item.nbytes
+            self.ledger.record(name, item.module, "exact", "kept", BY_COMPILER, "", nbytes, nbytes)
         return [Counted(self.ledger, item.nbytes) for item in items]
 
 
@@ -159,7 +162,7 @@ class Group:
         lease, added = entry.record.keep()
         for handle in item.handles:
             handle.kept = Alias(item.tensor, entry.version, lease)
-            pipeline.note(handle, entry, "kept", _SMALL, "", added)
+            pipeline.note(handle, entry, "kept", identity.SMALL.reason, "", added)
             added = 0
         entry.raw = None
 

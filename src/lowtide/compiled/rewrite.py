@@ -48,7 +48,6 @@ _CASTS = frozenset((torch.ops.prims.convert_element_type.default, _aten._to_copy
 _WRITES_TO_FIRST = ("index_put", "scatter")
 _WRITES = ("auto_functionalized", "triton_kernel_wrapper", "all_reduce")
 _RUN_AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-_BY_COMPILER = "handed from forward to backward by the compiler"
 
 
 def divide(
@@ -329,5 +328,5 @@ def _exact_saves(forward: fx.GraphModule, num_fwd_outputs: int, tracer: Tracer) 
             nbytes *= _hint(size)
         path, module = tracer.place(node.meta)
         op = getattr(node.target, "__name__", str(node.target)).split(".")[0]
-        exact.append(Exact(f"{path or ROOT}:{op} ({_BY_COMPILER})", module, _BY_COMPILER, nbytes))
+        exact.append(Exact(f"{path or ROOT}:{op}", module, nbytes))
     return tuple(exact)

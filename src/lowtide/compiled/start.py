@@ -58,8 +58,8 @@ def start(
         if mode not in known:
             raise UnknownNameError("mode", str(mode), [name for name in known if name not in _REPLAYING])
         given = {**known[mode], **given}
-    desk = Desk(pipeline, pipeline.ledger, capture.min_size, *capture.makes_again())
-    maker = Backend(model, desk, lambda: frozenset(pipeline.ledger.sites), backend, given)
+    desk = Desk(pipeline, capture.min_size, *capture.makes_again())
+    maker = Backend(model, desk, backend, given)
     calls = Calls(model, maker, lambda: capture.on_named is not None, aside, options)
     model._compiled_call_impl = calls
     return calls

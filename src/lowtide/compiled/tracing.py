@@ -21,14 +21,13 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import traceback
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from lowtide.capture import graph, makers, needs, pairs
+from lowtide.capture import graph, identity, makers, needs, pairs
 from lowtide.capture.habits import site_of
 from lowtide.compiled.holding import Desk, Save
 from lowtide.compiled.ops import SAVED
 from lowtide.errors import ModifiedError
 from lowtide.records import ROOT, Kind, Need, Site, TensorSpec
 
-_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.bool, torch.int64})
 # What a compiled graph calls by another name than eager autograd does.
 _EAGER_NAMES = {
     "native_batch_norm_legit": "native_batch_norm",
@@ -62,10 +61,11 @@ class Traced:
 
 
 class Tracer:
-    """The saves of one graph. ``root``: the module whose forward it is; ``known``: names that eager forwards had."""
+    """The saves of one graph. ``root``: the module whose forward it is."""
 
-    def __init__(self, places: Places, root: str, known: frozenset[str], desk: Desk) -> None:
-        self._places, self._root, self._known, self._desk = places, root, known, desk
+    def __init__(self, places: Places, root: str, desk: Desk) -> None:
+        self._places, self._root, self._desk = places, root, desk
+        self._known = frozenset(desk.ledger.sites)  # names that eager forwards have had
         self._saves: dict[int, Save] = {}
         self.made: dict[int, Made] = {}  # by the number of a save
         self._packed: list[Traced] = []
@@ -148,7 +148,11 @@ class Tracer:
 
     def _is_unfit(self, tensor: Tensor) -> bool:
         """What no codec takes; where a size is not known yet, whether it is worth while is asked when it is."""
-        if type(tensor) is not FunctionalTensor or tensor.dtype not in _DTYPES or tensor.layout is not torch.strided:
+        if (
+            type(tensor) is not FunctionalTensor
+            or tensor.dtype not in identity.DTYPES
+            or tensor.layout is not torch.strided
+        ):
             return True
         if free_unbacked_symbols(tensor) or any(type(stride) is int and stride == 0 for stride in tensor.stride()):
             return True
@@ -261,9 +265,9 @@ class Places:
         """Modules at work, the innermost first: path, and the way to it in the words of the compiler."""
         stack = meta.get("nn_module_stack") or {}
         for key in reversed(stack):
-            identity = str(key).split("@", 1)[0]
-            if identity.isdigit() and int(identity) in self._by_id:
-                yield self._by_id[int(identity)], str(stack[key][0])
+            number = str(key).split("@", 1)[0]
+            if number.isdigit() and int(number) in self._by_id:
+                yield self._by_id[int(number)], str(stack[key][0])
 
 
 def _made_by(node: Any, name: str, fields: Sequence[str], scalars: dict[str, Any]) -> Made | None:
