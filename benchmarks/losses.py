@@ -6,14 +6,16 @@ Cross-entropy over three kinds of logits, recorded by ``Session.recording``: ``r
 that falls as that of words does, with the target among the likely ones) and ``peaked`` (nearly every row is sure and
 right, so that little of the gradient is left). Per bound: the relative error of the gradient in one step, that of the
 mean over many steps, which would fall with the root of their number if the error had no bias at all, the part of the
-bias that is a change of length, and how much smaller the log-probabilities become (float32, coder rans). Bounds are on
-the logarithms, or on the probabilities themselves.
+bias that is a change of length, what is left, in the mean, of the gradient that pushes rare words down (those with a
+probability below a millionth; 1 if there is no bias), and how much smaller the log-probabilities become (float32, coder
+rans). Bounds are on the logarithms, or on the probabilities themselves.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import math
 from pathlib import Path
 
 import torch
@@ -24,7 +26,8 @@ import lowtide
 from lowtide.reports.text import table
 
 BOUNDS = ("0.02", "0.05", "0.1", "0.2", "0.0003 probability", "0.001 probability", "0.003 probability")
-HEADS = ("logits", "bound", "error", "error_of_mean", "length", "ratio")
+HEADS = ("vocabulary", "logits", "bound", "error", "error_of_mean", "length", "rare", "ratio")
+RARE = 1e-6
 
 
 class Logits(nn.Module):
@@ -70,6 +73,9 @@ def measure(kind: str, rows: int, vocabulary: int, repeats: int) -> list[dict[st
     model = Logits(make_logits(kind, rows, vocabulary))
     target = torch.multinomial(model.values.detach().softmax(-1), 1).squeeze(1)
     exact, _ = gradient(model, target)
+    rare = model.values.detach().softmax(-1) < RARE
+    rare[torch.arange(rows), target] = False
+    is_told = float(exact[rare].sum()) * rows * repeats > 0.3  # 100 times the coarsest step: or all is chance
     found: list[dict[str, str | float]] = []
     for bound in BOUNDS:
         tide = lowtide.attach(model, "fixed", log_probability=bound, coder="rans")
@@ -84,9 +90,10 @@ def measure(kind: str, rows: int, vocabulary: int, repeats: int) -> list[dict[st
             errors / repeats,
             float((mean - exact).norm() / exact.norm()),
             float((mean * exact).sum() / exact.square().sum()) - 1,
+            float(mean[rare].sum() / exact[rare].sum()) if is_told else math.nan,
             ratio,
         )
-        found.append(dict(zip(HEADS, (kind, bound, *figures), strict=True)))
+        found.append(dict(zip(HEADS, (vocabulary, kind, bound, *figures), strict=True)))
     return found
 
 
@@ -95,17 +102,19 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--vocabulary", type=int, default=5000)
     parser.add_argument("--repeats", type=int, default=24)
-    parser.add_argument("--out", type=Path, help="write the rows as CSV")
+    parser.add_argument("--out", type=Path, help="append the rows to this CSV file")
     options = parser.parse_args()
     rows = []
     for kind in ("random", "language", "peaked"):
         rows += measure(kind, options.rows, options.vocabulary, options.repeats)
-    cells = [[row["logits"], row["bound"], *(f"{row[head]:.3g}" for head in HEADS[2:])] for row in rows]
+    cells = [[str(row[head]) for head in HEADS[:3]] + [f"{row[head]:.3g}" for head in HEADS[3:]] for row in rows]
     print("\n".join(table(HEADS, cells)))
     if options.out:
-        with options.out.open("w", newline="") as file:
+        is_new = not options.out.exists()
+        with options.out.open("a", newline="") as file:
             writer = csv.DictWriter(file, fieldnames=HEADS)
-            writer.writeheader()
+            if is_new:
+                writer.writeheader()
             writer.writerows(rows)
 
 

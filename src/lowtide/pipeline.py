@@ -13,16 +13,18 @@ from torch import Tensor
 
 from lowtide import gates, kernels
 from lowtide.ambient import Plainly
+from lowtide.bounds import BoundRule
 from lowtide.capture.handles import Alias, Entry, Handle
 from lowtide.capture.identity import Left
 from lowtide.capture.makers import Maker
 from lowtide.codecs import Codec
-from lowtide.coding import dither, layout, probabilities
+from lowtide.coding import dither, grid, layout, probabilities
 from lowtide.errors import PayloadError
 from lowtide.graphs.recording import Recording
 from lowtide.joint import Joiner
 from lowtide.kernels import _tickets
 from lowtide.kernels._packing import packed
+from lowtide.kernels._probabilities import rounded_of_logs
 from lowtide.ledger import Ledger
 from lowtide.payloads import Payload, Pending, Waiting, stream_of
 from lowtide.policies.rules import Decision, Policy
@@ -290,9 +292,11 @@ class Pipeline:
             x = raw if entry.spec is recipe.spec else _view(raw, recipe.spec)
             if not recipe.is_dense:
                 x = packed(x)
+            seen = None
             if decision.as_probabilities:
-                x = probabilities.of_logs(x)
-            stored = self._record(x, recipe, handle) if self._is_capturing else self._store(x, recipe, handle)
+                seen = probabilities.of_logs(x) if self.check else None
+                x = self._as_probabilities(x, recipe, handle.site)
+            stored = self._record(x, recipe, handle) if self._is_capturing else self._store(x, recipe, handle, seen)
             if stored is None:
                 self._keep(handle, entry, raw, _NOT_KNOWN)
                 return
@@ -372,7 +376,16 @@ class Pipeline:
         handle.kept = Coded(payload, mask=True, gates=True)
         self.note(handle, entry, f"in {payload.codec.name}", decision.reason, "", 0)
 
-    def _store(self, x: Tensor, recipe: Recipe, handle: Handle) -> tuple[Payload, int]:
+    def _as_probabilities(self, logs: Tensor, recipe: Recipe, site: Site) -> Tensor:
+        """As whole units of the codec's grid, so that it adds no bias however small they are."""
+        rule = recipe.decision.bound
+        assert isinstance(rule, BoundRule), "a bound on probabilities is a number"
+        unit = grid.unit_of(rule.value, torch.float32, "stochastic")
+        number = self._recording.replay.number if self._recording is not None else None
+        return rounded_of_logs(logs, unit, self._next_seed(site), number)
+
+    def _store(self, x: Tensor, recipe: Recipe, handle: Handle, seen: Tensor | None = None) -> tuple[Payload, int]:
+        """``seen`` is what the promise is about, where that is not ``x`` itself."""
         site, need, codec, memo = handle.site, handle.need, recipe.codec, recipe.memo
         assert site is not None and need is not None
         options: dict[str, Any] = {"seed": self._next_seed(site)}
@@ -387,7 +400,7 @@ class Pipeline:
             bound = memo.bound
             if memo.plan is not None:
                 options["plan"] = memo.plan
-        witness = Witness.of(x, codec, bound, self.check) if self.check else None
+        witness = Witness.of(x if seen is None else seen, codec, bound, self.check) if self.check else None
         ticket = None
         if recipe.is_ticketed and (memo is None or memo.rate):
             ticket = _tickets.take()

@@ -198,3 +198,20 @@ def test_mix64_tells_words_their_order_and_their_number_apart() -> None:
     assert len({mix64(1, 2), mix64(2, 1), mix64(1), mix64(2), mix64(1, 2, 0), mix64(0, 1, 2)}) == 6
     assert mix64(-1) == mix64((1 << 64) - 1)
     assert all(0 <= value < 1 << 64 for value in seen)
+
+
+def test_fractions_have_an_even_spread_and_owe_nothing_to_each_other_or_to_the_bytes() -> None:
+    """n = 2**18 in 512 cells: chi-square with 511 degrees of freedom has s = sqrt(1022)."""
+    n = 1 << 18
+    fractions = dither.fractions_between(mix64(3), 0, n, CPU)
+    assert float(fractions.min()) >= 0 and float(fractions.max()) < 1
+    assert torch.equal((fractions.double() * 2**24).frac(), torch.zeros(n).double())
+    counts = torch.bincount((fractions * 512).long(), minlength=512).double()
+    assert abs(float(((counts - n / 512) ** 2 / (n / 512)).sum()) - 511) < 4 * 1022**0.5
+    for distance in (1, 2, 4, 50257):
+        assert abs(correlation(fractions[distance:], fractions[:-distance])) < 5 / (n - distance) ** 0.5
+    assert abs(correlation(fractions, draw(mix64(4), n))) < 5 / n**0.5
+    assert abs(correlation(fractions, dither.fractions_between(mix64(4), 0, n, CPU))) < 5 / n**0.5
+    assert torch.equal(fractions[1000:1100], dither.fractions_between(mix64(3), 1000, 1100, CPU))
+    number = torch.tensor([1000 - (1 << 32)])
+    assert torch.equal(fractions[1000:1100], dither.fractions_between(mix64(3), 0, 100, CPU, number))

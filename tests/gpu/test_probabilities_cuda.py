@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from no_waiting import no_waiting
+from probability_cases import check, make_cases
 from torch import Tensor, nn
 
 import lowtide
@@ -40,6 +41,11 @@ def gradient(model: Head, tide: lowtide.Session | None) -> Tensor:
         tide.step()
     assert model.logits.grad is not None
     return model.logits.grad.double() * ROWS
+
+
+def test_the_kernel_that_rounds_to_units_equals_plain_torch() -> None:
+    for case in make_cases():
+        check(case, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("coder", ["rans", "blocks"])

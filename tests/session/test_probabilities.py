@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -86,6 +88,34 @@ def test_they_take_a_fraction_of_the_bits_of_logarithms() -> None:
     assert max(noise.values()) < 1e-3, noise
 
 
+def test_nothing_is_lost_of_words_that_are_hardly_ever_likely() -> None:
+    """A hundred thousand words with 1e-7 to 2e-6 each, in a context that is sure of another one: less than a 512th of
+    the step, and in each of 40 steps all of them are to be pushed down by 0.05 in sum, give or take
+    (0.05 * step / rows / 40) ** 0.5 = 0.0006. Once there was nothing at all."""
+    rows, words, step = 32, 100_000, 2.0**-10
+    model = Head()
+    generator = torch.Generator().manual_seed(5)
+    rare = (1e-7 + 1.9e-6 * torch.rand(words, generator=generator) ** 4).expand(rows, words)
+    likely = 1 - rare.sum(-1, keepdim=True)
+    model.logits = nn.Parameter(torch.cat([likely, rare], -1).log())
+    tide = lowtide.attach(model, "fixed", log_probability=f"{step} probability", coder="blocks")
+    pushed = 0.0
+    for _ in range(40):
+        model.zero_grad()
+        run_recorded(
+            tide,
+            lambda: F.cross_entropy(model(torch.ones(())), torch.zeros(rows, dtype=torch.long)),
+            backward_inside=False,
+        )
+        tide.step()
+        assert model.logits.grad is not None
+        pushed += float(model.logits.grad[:, 1:].double().sum()) / 40
+    tide.detach()
+    expected = float(rare[0].double().sum())
+    assert float(rare.max()) < 2.2e-6 and 0.02 < expected < 0.08
+    assert abs(pushed - expected) < 4.5 * (expected * step / rows / 40) ** 0.5
+
+
 def test_gradients_of_gradients_are_finite() -> None:
     model = Head()
     tide = attached(model)
@@ -146,6 +176,39 @@ def test_a_run_that_is_resumed_goes_on_alike() -> None:
     tide.load_state_dict(state)
     assert torch.equal(gradient(other, tide), expected)
     tide.detach()
+
+
+def test_probabilities_are_rounded_to_units_at_random_and_keep_their_means() -> None:
+    unit, count = 2.0**-18, 1 << 17
+    for p in (0.0, 3e-9, 1e-6, unit, 1.7e-3, 0.3):
+        y = torch.full((count,), p, dtype=torch.float64).log()
+        found = torch.cat([probabilities.rounded_of_logs(y, unit, seed) for seed in range(4)]).double()
+        assert float((found - p).abs().max()) < unit + 1e-7 * p
+        assert torch.equal(found / unit, (found / unit).round())
+        share = p / unit - math.floor(p / unit)
+        allowed = unit * (4.5 * (share * (1 - share) / found.numel()) ** 0.5 + 2.0**-24) + 1e-7 * p
+        assert abs(float(found.mean()) - p) <= allowed, p
+
+
+def test_rounding_follows_memory_the_seed_and_a_replays_number() -> None:
+    y = torch.log_softmax(torch.randn(6, 50, 4, generator=torch.Generator().manual_seed(0)), 1)
+    unit = 2.0**-18
+    rounded = probabilities.rounded_of_logs(y, unit, 3)
+    turned = y.transpose(1, 2).contiguous().transpose(1, 2)
+    other = probabilities.rounded_of_logs(turned, unit, 3)
+    assert other.stride() == turned.stride() and not torch.equal(other, rounded)
+    assert torch.equal(other.transpose(1, 2), probabilities.rounded_of_logs(y.transpose(1, 2).contiguous(), unit, 3))
+    numbers = [torch.tensor([number]) for number in (0, 0x9E3779B1)]
+    still, moved = (probabilities.rounded_of_logs(y, unit, 3, number) for number in numbers)
+    assert torch.equal(still, rounded) and not torch.equal(moved, rounded)
+    assert not torch.equal(probabilities.rounded_of_logs(y, unit, 4), rounded)
+
+
+def test_pieces_of_large_tensors_are_rounded_as_if_they_were_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    y = torch.log_softmax(torch.randn(3, 500, generator=torch.Generator().manual_seed(0)), 1)
+    whole = probabilities.rounded_of_logs(y, 2.0**-18, 3)
+    monkeypatch.setattr(probabilities, "_PIECE", 77)
+    assert torch.equal(probabilities.rounded_of_logs(y, 2.0**-18, 3), whole)
 
 
 def test_there_and_back() -> None:

@@ -44,6 +44,13 @@ def bytes_between(seed: int, start: int, stop: int, device: torch.device) -> Ten
     return ((words.unsqueeze(1) >> shifts) & 0xFF).flatten()[start % 4 : start % 4 + stop - start]
 
 
+def fractions_between(seed: int, start: int, stop: int, device: torch.device, number: Tensor | None = None) -> Tensor:
+    """A multiple of 2**-24 in [0, 1) for each element, a hash of its own; ``number`` (int64) shifts the stream."""
+    index = torch.arange(start, stop, device=device)
+    word = _hash(seed, (index if number is None else index + number).to(torch.int32))
+    return _shift_right(word, 8).float().mul_(2.0**-24)
+
+
 def _hash(seed: int, word: Tensor) -> Tensor:
     low, high = keys(seed)
     word = word + low

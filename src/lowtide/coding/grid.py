@@ -23,6 +23,7 @@ Without dither b is 128 and x' is 256 q * s: nearest rounding.
 that what is zero stays zero and no sign changes. E[x'] = X * s as well. x' / s = X + b - r is at most 255 from X, so
 the step is half as large: bound * (1 - margin). The variance is (x - l) (h - x), with l and h the multiples around x:
 of a value far below the step it is the value times the step, where that of dither is a twelfth of the step squared.
+What is below s / 2 is always zero; who cannot do without it rounds to multiples of s before (probabilities.py).
 """
 
 from __future__ import annotations
@@ -149,6 +150,11 @@ def reach(dtype: torch.dtype) -> int:
 def farthest_centre(dtype: torch.dtype) -> int:
     """In steps: few enough to be exact in bfloat16 and, for 16-bit dtypes, to leave codes within the reach."""
     return 256 if dtype.itemsize > 2 else 4
+
+
+def unit_of(value: float, dtype: torch.dtype, rounding: str) -> float:
+    """The s of a bound that the host knows."""
+    return _numbers(value, dtype, rounding)[0] / 256
 
 
 @lru_cache(maxsize=1024)

@@ -22,6 +22,7 @@ from lowtide.coding import blocks, dither, exact, layout
 from lowtide.coding.grid import Grid
 from lowtide.errors import PayloadError
 from lowtide.kernels import interpreted
+from lowtide.kernels._pieces import hash_word
 from lowtide.kernels._sz_twin import SzTwin
 from lowtide.records import Bound, Encoded, TensorSpec
 
@@ -187,14 +188,7 @@ def _entry(group, terms, KIND: tl.constexpr, TERMS: tl.constexpr, WIDE: tl.const
 def _dither(group, low, high, DITHER: tl.constexpr):
     """The byte of each element."""
     if DITHER:
-        word = group.to(tl.uint32)
-        word = word + low.to(tl.uint32)
-        word = word ^ (word >> 16)
-        word = word * 0x7FEB352D
-        word = word ^ high.to(tl.uint32)
-        word = word ^ (word >> 15)
-        word = word * 0x846CA68B
-        word = word ^ (word >> 16)
+        word = hash_word(group.to(tl.uint32), low, high)
         byte = ((word >> (_fours() * 8).to(tl.uint32)) & 0xFF).to(tl.int32)
     else:
         byte = 128
