@@ -220,8 +220,6 @@ class Session:
         """
         if not self._modules:
             raise GraphError("graph() needs a model that Lowtide is attached to")
-        if self._calls is not None:
-            raise GraphError("graph() and compile() exclude each other: ops of compiled graphs run Python")
         model = self._modules[0]
         if self._pipeline.check:
             raise GraphError("check compares tensors on the host; a session with CUDA graphs has to do without it")

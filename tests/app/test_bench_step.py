@@ -196,7 +196,7 @@ def test_graphs_are_an_option_of_plain_and_of_methods():
     assert plain.is_graphed and not plain.method and not Variant.parse("bold(graph=false)").is_graphed
     beside = Variant.parse("bold(graph=true,beside=true)")
     assert beside.is_beside and "beside" not in beside.options and not bold.is_beside
-    for text in ("compile(graph=true)", "plain(graphs=true)", "plain(graph=true,beside=true)"):
+    for text in ("checkpoint(graph=true)", "plain(graphs=true)", "plain(graph=true,beside=true)"):
         with pytest.raises(UsageError, match="has no options"):
             Variant.parse(text)
     with pytest.raises(UnknownNameError, match="beside"):
@@ -212,8 +212,9 @@ def test_a_compiled_model_beside_an_eager_one(bench_step, read_rows, monkeypatch
     assert 0 < int(compiled["ledger_held"]) <= 1.02 * int(eager["ledger_held"])
     assert int(compiled["saves"]) > 0
     assert Variant.parse("exact(compile=true)").is_compiled and not Variant.parse("exact(compile=true)").is_exact
-    with pytest.raises(UsageError, match="exclude each other"):
-        Variant.parse("bold(graph=true,compile=true)")
+    both = Variant.parse("bold(graph=true,compile=true)")
+    assert both.is_graphed and both.is_compiled and not both.is_torchs_own
+    assert Variant.parse("compile(graph=true)").is_graphed and Variant.parse("compile(graph=true)").is_torchs_own
     with pytest.raises(UsageError, match="has no options"):
         Variant.parse("compile(compile=true)")
 

@@ -390,8 +390,13 @@ def test_what_is_refused(net, attach):
     session.compile(backend="aot_eager")
     with pytest.raises(CompileError, match="compiled already"):
         session.compile()
-    with pytest.raises(GraphError, match="exclude each other"):
+    with pytest.raises(GraphError, match="need a model on an NVIDIA GPU"):
         session.graph(lambda x: x)
+    graphed = attach(net(), backend=None)
+    step = nn.Identity()  # stands for one, which needs a GPU
+    graphed._graphs.add(step)
+    with pytest.raises(CompileError, match=r"compile\(\) before graph\(\)"):
+        graphed.compile()
     with pytest.raises(CompileError, match=r"use torch\.utils\.checkpoint"):
         attach(nn.Sequential(net()), "fixed", backend=None, recompute="0").compile()
 

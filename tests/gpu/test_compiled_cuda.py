@@ -137,3 +137,35 @@ def test_sizes_that_change() -> None:
         training.inputs, training.target = inputs[:size], target[:size]
         training.step()
     assert all(bool(part.isfinite().all()) for part in training.model.parameters())
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", SIZES)
+def test_a_compiled_step_can_be_captured(name: str, bf16: bool) -> None:
+    """Replays have the noise of eager steps of the same method, dither of their own, and wait for nothing."""
+    plain = Training(name, None, compiled=False, bf16=bf16).gradients()
+    eager = Training(name, "fixed", compiled=False, bf16=bf16)
+    for _ in range(4):
+        by_eager = eager.gradients()
+    training = Training(name, "fixed", compiled=True, bf16=bf16)
+    assert training.tide is not None
+
+    def forward_backward(inputs: Tensor, target: Tensor) -> Tensor:
+        training.inputs, training.target = inputs, target
+        loss = training.forward()
+        loss.backward()
+        return loss
+
+    step = training.tide.graph(forward_backward)
+    inputs, target, found = training.inputs, training.target, []
+    for _ in range(24):
+        training.optimizer.zero_grad(set_to_none=True)
+        step(inputs, target)
+        found.append([part.grad.clone() for part in training.model.parameters()])
+        training.tide.step()
+    assert step.captures and step.replays > 8
+    assert all(noise(one, plain) < 3 * noise(by_eager, plain) + 1e-4 for one in found[-4:])
+    assert noise(found[-1], found[-2]) > 0
+    with no_waiting():
+        training.optimizer.zero_grad(set_to_none=True)
+        step(inputs, target)

@@ -40,6 +40,7 @@ class Net:
         refresh: int = 6,
         momentum: float | None = None,
         beside: bool = False,
+        compiled: bool = False,
         **options: object,
     ) -> None:
         """With ``momentum``, there is an optimizer, and it tells Lowtide when a step has ended."""
@@ -52,6 +53,8 @@ class Net:
         if momentum is not None:
             self.optimizer = options["optimizer"] = torch.optim.SGD(self.model.parameters(), 0.1, momentum=momentum)
         self.tide = lowtide.attach(self.model, method, min_size=0, **options)
+        if compiled:
+            self.tide.compile(backend="aot_eager", fullgraph=True)
         self.machine = FakeMachine(self.model)
         self.measured = False
         self.step = GraphStep(

@@ -30,7 +30,7 @@ def refuse(modules: Sequence[nn.Module], calls: Calls | None, regions: Any, grap
             "torch.utils.checkpoint in the model, which torch.compile understands"
         )
     if graphs:
-        raise CompileError("graph() and compile() exclude each other: ops of compiled graphs run Python")
+        raise CompileError("compile() before graph(): a step that was captured has no more to be compiled")
 
 
 def start(
@@ -50,8 +50,8 @@ def start(
     mode, given = options.pop("mode", None), dict(options.pop("options", None) or {})
     if mode in _REPLAYING or given.get("triton.cudagraphs"):
         raise CompileError(
-            f"{mode or 'triton.cudagraphs'} replays CUDA graphs, in which Lowtide's ops would not run; use "
-            "'max-autotune-no-cudagraphs' or leave it out"
+            f"{mode or 'triton.cudagraphs'} replays CUDA graphs of its own, in which Lowtide's ops would not run; use "
+            "'max-autotune-no-cudagraphs' or leave it out, and graph() of the session for CUDA graphs"
         )
     if mode is not None:
         known = list_mode_options()

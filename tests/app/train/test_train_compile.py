@@ -7,9 +7,6 @@ import json
 import pytest
 import torch
 
-from lowtide.app.shared.specs import UsageError
-from lowtide.app.train import trainer
-from lowtide.app.train.config import Method, Train
 from lowtide.session import Session
 
 
@@ -31,11 +28,6 @@ def test_weights_are_those_of_an_eager_run(train, tmp_path, read_weights, assert
     if method == "budget":
         results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("eager", "compiled")]
         assert 0 < results[1]["held"] <= 1.02 * results[0]["held"]
-
-
-def test_a_graph_of_a_compiled_model_is_refused() -> None:
-    with pytest.raises(UsageError, match="exclude each other"):
-        trainer._check_compile(Train(graph=True, compile=True), Method())
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ class Bench:
 
     def _tidy_up(self, variant: Variant) -> None:
         """Leave nothing of a method to the next one."""
-        if variant.text == "compile":
+        if variant.is_torchs_own:
             torch.compiler.reset()
         gc.collect()
         if self.device.type == "cuda":

@@ -56,18 +56,21 @@ class Variant:
         """``plain``, ``bold``, ``bold:blocks`` (its coder), ``fixed(linear=0.4 std, coder=rans)``, ``exact``, ..."""
         spec = Spec.parse(text)
         given = {**spec.options, **({"coder": spec.short} if spec.short else {})}
-        is_graphed = spec.name not in ("checkpoint", "compile") and given.pop("graph", False) is True
-        is_beside = is_graphed and spec.name != "plain" and given.pop("beside", False) is True
+        is_graphed = spec.name != "checkpoint" and given.pop("graph", False) is True
+        is_beside = is_graphed and spec.name not in OTHERS and given.pop("beside", False) is True
         is_compiled = spec.name not in OTHERS and given.pop("compile", False) is True
-        if is_graphed and is_compiled:
-            raise UsageError(f"{text!r}: graph and compile exclude each other")
         if spec.name in OTHERS:
             if given:
-                known = "no options but graph=true" if spec.name == "plain" else "no options"
+                known = "no options" if spec.name == "checkpoint" else "no options but graph=true"
                 raise UsageError(f"{spec.name!r} has {known}; got {text!r}")
             return cls(spec.text, is_graphed=is_graphed)
         found = find_method(spec.name, given, reserved=_RESERVED, others=OTHERS, what=repr(text))
         return cls(spec.text, *found, is_graphed, is_beside, is_compiled)
+
+    @property
+    def is_torchs_own(self) -> bool:
+        """Compiled by torch.compile, without Lowtide."""
+        return not self.method and self.text.startswith("compile")
 
     @property
     def is_exact(self) -> bool:
@@ -78,7 +81,7 @@ class Variant:
         """Change a new task's model, where this is not Lowtide's or plain training."""
         if self.text == "checkpoint":
             checkpoint_blocks(task.model)
-        elif self.text == "compile":
+        elif self.is_torchs_own:
             task.call = torch.compile(task.model)
 
     @contextlib.contextmanager

@@ -46,7 +46,7 @@ class Trainer:
         if train.graph:
             _check_graph(train, device)
         if train.compile:
-            _check_compile(train, config.method)
+            _check_compile(config.method)
         self.batches = Batches(data, batch=train.batch, device=device, seed=train.seed)
         self.steps_per_epoch = self.batches.steps
         self.steps = train.epochs * self.steps_per_epoch
@@ -206,9 +206,7 @@ def _check_graph(train: Train, device: torch.device) -> None:
         raise UsageError("train.graph and train.deterministic exclude each other: a replay has dither of its own")
 
 
-def _check_compile(train: Train, method: Method) -> None:
-    if train.graph:
-        raise UsageError("train.compile and train.graph exclude each other")
+def _check_compile(method: Method) -> None:
     if method.name == "recompute":
         raise UsageError("train.compile and recompute exclude each other")
 
