@@ -1,4 +1,4 @@
-"""Ops that only a device has, with CPU kernels in plain torch: three kinds of attention and batch norm.
+"""Ops that only a device has, with CPU kernels in plain torch: three kinds of attention, batch norm and RMS norm.
 
 Their nodes in the graph, the fields of these and their order are torch's own, so that all that looks at them can be
 tested anywhere. Attention's backward reads what a device's kernels read: queries, keys, values, the output and the
@@ -112,11 +112,26 @@ def _batch_norm_backward(
     )
 
 
+def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
+    inverse = torch.rsqrt(x.square().mean(-1, keepdim=True) + (eps or torch.finfo(x.dtype).eps))
+    made = x * inverse
+    return made if weight is None else made * weight, inverse
+
+
+def _rms_norm_backward(
+    gy: Tensor, x: Tensor, shape: list[int], inverse: Tensor, weight: Tensor | None, wanted: list[bool]
+) -> tuple[Tensor, Tensor | None]:
+    normed, h = x * inverse, gy if weight is None else gy * weight
+    gx = inverse * (h - normed * (h * normed).mean(-1, keepdim=True))
+    return gx, None if weight is None else (gy * normed).flatten(0, -2).sum(0)
+
+
 _KERNELS = {
     "_scaled_dot_product_flash_attention": (_flash, _flash_backward),
     "_scaled_dot_product_efficient_attention": (_efficient, _efficient_backward),
     "_scaled_dot_product_cudnn_attention": (_cudnn, _cudnn_backward),
     "cudnn_batch_norm": (_batch_norm, _batch_norm_backward),
+    "_fused_rms_norm": (_rms_norm, _rms_norm_backward),
 }
 KINDS = ("flash", "efficient", "cudnn")
 

@@ -103,7 +103,7 @@ class Coded:
 
 
 class Remade:
-    """A save that is made again by the op that made it, from what that op has saved itself."""
+    """A save that is made again by the ops that made it, from what these have saved themselves."""
 
     __slots__ = ("_maker",)
 
@@ -112,11 +112,12 @@ class Remade:
 
     def restore(self, handle: Handle) -> Tensor:
         maker, spec = self._maker, handle.spec
-        source, kept = maker.source.restore(), maker.source.kept
+        sources = [source.restore() for source in maker.sources]
         with Plainly(spec.device.type):
-            tensor = maker.run(source, spec.dtype)
-        if type(kept) is Coded:
-            kept.lend(source)  # backward of the op that made this is next, as a rule
+            tensor = maker.run(sources, spec.dtype)
+        for source, restored in zip(maker.sources, sources, strict=True):
+            if type(source.kept) is Coded:
+                source.kept.lend(restored)  # backward of the op that made this is next, as a rule
         return layout.restore(tensor, spec)  # another save of the same memory may have it transposed
 
 
@@ -246,9 +247,10 @@ class Pipeline:
     def _leave_to(self, maker: Maker, entry: Entry, handles: list[Handle]) -> None:
         """Hold nothing of a tensor that can be made again."""
         self.coded += 1  # nothing is held of it: that is as good
+        reason = f"made of {' and '.join(source.name for source in maker.sources)}"
         for handle in handles:
             handle.kept = Remade(maker)
-            self.note(handle, entry, f"again by {maker.op}", f"made of {maker.source.name}", "", 0)
+            self.note(handle, entry, f"again by {maker.op}", reason, "", 0)
 
     def left(self, handle: Handle, left: Left, added: int) -> None:
         """A tensor that is passed through: note it and why."""
@@ -464,16 +466,21 @@ class Pipeline:
 
 
 def _can_be_remade(maker: Maker, entry: Entry, choices: list[tuple[Handle, Decision]]) -> bool:
-    """Whether every save of the tensor asks for values that its maker's input gives, as exactly as it is to be."""
-    source = maker.source.kept
-    if entry.record.is_kept or any(
-        handle.need is None or handle.need.kind is not Kind.VALUES or decision.is_ruled for handle, decision in choices
+    """Whether every save of the tensor asks for values that its maker's sources give, as exactly as it is to be."""
+    if (
+        entry.record.is_kept
+        or not maker.has_parts
+        or any(
+            handle.need is None or handle.need.kind is not Kind.VALUES or decision.is_ruled
+            for handle, decision in choices
+        )
     ):
         return False
-    if type(source) is Alias:
+    coded = [source.kept for source in maker.sources if type(source.kept) is not Alias]
+    if not coded:
         return maker.is_exact
-    is_bounded = type(source) is Coded and getattr(source.payload.codec, "takes_bound", False)
-    return is_bounded and all(decision.bound is not None for _, decision in choices)
+    are_bounded = all(type(kept) is Coded and getattr(kept.payload.codec, "takes_bound", False) for kept in coded)
+    return are_bounded and all(decision.bound is not None for _, decision in choices)
 
 
 @cache

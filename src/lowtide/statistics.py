@@ -71,7 +71,9 @@ class SiteStatistics:
     ``unit`` is that of a bound here: ``absolute``, or ``std`` for norms, whose bounds follow each channel's or row's
     spread. ``leader`` is the first site that saved the same tensor in this step. ``source`` is given for a tensor that
     is made again in backward: the site whose stored tensor it is made from. Unit, dtype, sizes, spread and claims are
-    then those of an error in that one, and so is ``leader``. ``passes`` is how many backwards came
+    then those of an error in that one, and so is ``leader``. A tensor that is made of several has statistics for each,
+    all but the first under names of their own; ``saved`` is the site whose tensor it is. ``passes`` is how many
+    backwards came
     by; ``numel`` and ``samples`` (the length of the first axis) are of one save. ``outputs`` are the channels of gY,
     ``reuse`` is how many windows read a value (taps / strides).
 
@@ -89,6 +91,7 @@ class SiteStatistics:
     leader: str
     numel: int
     source: str = ""
+    saved: str = ""
     passes: int = 1
     samples: int = 1
     outputs: int = 1

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lowtide.kernels import _normalise
 
-Case = tuple[str, Tensor, torch.dtype, bool, bool]
+Case = tuple[str, Tensor, torch.dtype, bool, bool, bool]
 _TOLERANCE = {
     torch.float32: 2e-6,
     torch.float16: 2.0**-10,
@@ -27,18 +27,18 @@ def make_cases() -> Iterator[Case]:
             (torch.float16, torch.float16),
         ):
             x = (3 * torch.randn(count, length, generator=generator) + 1).to(source)
-            for has_weight, has_bias in ((True, True), (True, False), (False, False)):
-                name = f"{count}x{length} {source} to {target}, {has_weight}, {has_bias}"
-                yield name, x, target, has_weight, has_bias
+            for given in ((True, True, True), (True, True, False), (True, False, False), (False, True, False)):
+                yield f"{count}x{length} {source} to {target}, mean, weight, bias {given}", x, target, *given
 
 
 def check(case: Case, device: torch.device) -> None:
     from lowtide.kernels import _normalise_triton
 
-    name, x, target, has_weight, has_bias = case
+    name, x, target, has_mean, has_weight, has_bias = case
     generator = torch.Generator().manual_seed(1)
     weight, bias = (torch.randn(x.shape[1], generator=generator).to(x.dtype) for _ in range(2))
-    mean, inverse_std = x.float().mean(1), (x.float().var(1, correction=0) + 1e-5).rsqrt()
+    mean = x.float().mean(1) if has_mean else None
+    inverse_std = (x.float().var(1, correction=0) + 1e-5).rsqrt()
     parts = (mean, inverse_std, weight if has_weight else None, bias if has_bias else None)
     expected = _expected(x, *parts, target)
     there = [None if part is None else part.to(device) for part in parts]
@@ -50,8 +50,14 @@ def check(case: Case, device: torch.device) -> None:
 
 
 def _expected(
-    x: Tensor, mean: Tensor, inverse_std: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+    x: Tensor,
+    mean: Tensor | None,
+    inverse_std: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
-    made = (x.double() - mean.double()[:, None]) * inverse_std.double()[:, None]
+    made = x.double() if mean is None else x.double() - mean.double()[:, None]
+    made = made * inverse_std.double()[:, None]
     made = made if weight is None else made * weight.double()
     return (made if bias is None else made + bias.double()).to(dtype)

@@ -35,6 +35,9 @@ from lowtide.capture.sums import Arrived, count_nonzero, norm, working
 from lowtide.records import Kind, Site
 from lowtide.statistics import PROPAGATED, WEIGHT, Statistics, Wish
 
+# A record, and where its tensor is made of another one: what multiplies the variance of that one's error.
+Part = tuple[Record, Tensor | None]
+
 _LAYERS = 2  # whose outputs no norm has read yet: two branches of a net may run side by side
 
 
@@ -94,55 +97,64 @@ class Collector:
             return
         with torch.no_grad(), torch.autocast(handle.spec.device.type, enabled=False):
             x = handle.restore()
-            maker = handle.entry.maker if handle.entry is not None else None
-            if not isinstance(maker, Maker) or maker.source.site is None:  # its input is nobody's to store: no error
-                maker = None
-            stored = x if maker is None else maker.source.restore()
-            record = self._record(node, handle, stored, maker)
+            parts = self._parts(node, handle, x)
             below = self._below(node) if "batch_norm" in site.op else None
             probes = sensitivity.probes(site, need.family, node, x, below)
             for probe in probes:
-                self._find_weight(node, probe, record)
+                self._find_weight(node, probe, [record for record, _ in parts])
             self._remember(Producer.of(site, node, x))
-            check = SpotCheck.of(site, node, x) if site.name in wish.checks else None
-            if wish.spread:
-                part = bounds.sample(stored, ())
-                record.sampled += part.numel()
-                record.add("nonzero", count_nonzero(part))
-                record.add("sum", part.sum(dtype=working(part)))
-                record.add("root", norm(part))
+            check = SpotCheck.of(site, node, x) if site.name in wish.checks and len(parts) == 1 else None
             channels = Channels.of(node, x) if wish.channels and "batch_norm" in site.op else None
-            gain = None if maker is None else maker.gain(bounds.sample(stored, ()))
         uneven = weakref.ref(handle) if "batch_norm" in site.op else None
-        hook = _Hook(record, probes, peaks=wish.peaks, channels=channels, gain=gain, uneven=uneven)
+        hook = _Hook(parts, probes, peaks=wish.peaks, channels=channels, uneven=uneven)
         if check is not None:
             hook.check = check, handle
         node.register_hook(hook)
 
-    def _record(self, node: Any, handle: Handle, stored: Tensor, maker: Maker | None) -> Record:
-        """The site's record; the first forward of a step begins it. ``stored`` is what its error is an error of."""
-        site, need = handle.site, handle.need
-        assert site is not None and need is not None
-        if site.name not in self._records:
-            held = handle if maker is None else maker.source
-            source = held.site
-            assert source is not None
+    def _parts(self, node: Any, handle: Handle, x: Tensor) -> list[Part]:
+        """The records that a save's gradients count for: its own or, where it is made again of several stored tensors,
+        one for each of these."""
+        maker = handle.entry.maker if handle.entry is not None else None
+        if not isinstance(maker, Maker) or any(source.site is None for source in maker.sources):
+            return [(self._record(node, handle, handle, x, ""), None)]  # or its input is nobody's to store: no error
+        name, stored = handle.name, [source.restore() for source in maker.sources]
+        names = [name, *(f"{name} ({number})" for number in range(2, len(stored) + 1))]
+        records = [
+            self._record(node, handle, source, part, name)
+            for name, source, part in zip(names, maker.sources, stored, strict=True)
+        ]
+        return list(zip(records, maker.gains(stored), strict=True))
+
+    def _record(self, node: Any, handle: Handle, held: Handle, stored: Tensor, name: str) -> Record:
+        """A record of the site; the first forward of a step begins it. ``held`` is the save of ``stored``, which its
+        error is an error of, and ``name`` what the record goes by where that is another tensor than was saved."""
+        site, need, source = handle.site, handle.need, held.site
+        assert site is not None and need is not None and source is not None
+        if (name or site.name) not in self._records:
             leader = self._leaders.setdefault(held.entry, source.name) if held.entry is not None else source.name
             shape = sensitivity.geometry(site.op, node)
-            self._records[site.name] = Record({
-                "site": site.name,
+            self._records[name or site.name] = Record({
+                "site": name or site.name,
+                "saved": site.name,
                 "op": site.op,
                 "family": need.family,
                 "unit": sensitivity.unit_of(source.op),
                 "dtype": str(stored.dtype).removeprefix("torch."),
                 "leader": leader,
                 "numel": stored.numel(),
-                "source": "" if maker is None else source.name,
+                "source": source.name if name else "",
                 "samples": stored.shape[0] if stored.dim() else 1,
                 "outputs": shape.outputs,
                 "reuse": shape.reuse,
             })  # fmt: skip
-        return self._records[site.name]
+        record = self._records[name or site.name]
+        if self._wish.spread:
+            part = bounds.sample(stored, ())
+            record.sampled += part.numel()
+            record.add("nonzero", count_nonzero(part))
+            record.add("sum", part.sum(dtype=working(part)))
+            record.add("root", norm(part))
+        return record
 
     def _remember(self, layer: Producer | None) -> None:
         if layer is not None:
@@ -163,7 +175,7 @@ class Collector:
             return Producer.of(Site("", "convolution", "input"), below, saved.restore())
         return None
 
-    def _find_weight(self, node: Any, probe: Probe, record: Record) -> None:
+    def _find_weight(self, node: Any, probe: Probe, records: Sequence[Record]) -> None:
         """The parameter that a probe's gradient ends in; its gradient is read when backward has added to it."""
         if probe.kind == PROPAGATED:
             return
@@ -172,7 +184,8 @@ class Collector:
             weight = identity.parameter_behind(node.next_functions[probe.edge][0])
         if weight is None:
             return
-        record.weights[probe.kind] = weight
+        for record in records:
+            record.weights[probe.kind] = weight
         if id(weight) not in self._hooks:
             self._hooks[id(weight)] = weight.register_post_accumulate_grad_hook(self._accumulated)
 
@@ -262,22 +275,20 @@ class _Hook:
 
     def __init__(
         self,
-        record: Record,
+        parts: list[Part],
         probes: list[Probe],
         *,
         peaks: bool,
         channels: Channels | None,
-        gain: Tensor | None,
         uneven: weakref.ref[Handle] | None,
     ) -> None:
-        self._record, self._probes, self._peaks, self._channels = record, probes, peaks, channels
-        self._gain = gain  # where the tensor is made of another one: of the variance of that one's error
+        self._parts, self._probes, self._peaks, self._channels = parts, probes, peaks, channels
         self._uneven = uneven  # the save whose errors may have different variances; its payload is to die with it
         self.check: tuple[SpotCheck, Handle] | None = None
 
     @torch.no_grad()
     def __call__(self, grad_inputs: Sequence[Tensor | None], grad_outputs: Sequence[Tensor | None]) -> None:
-        gy, record = grad_outputs[0], self._record
+        gy, (record, gain) = grad_outputs[0], self._parts[0]
         if gy is None:
             return
         backward, arrived = torch._C._current_graph_task_id(), Arrived(gy)
@@ -287,12 +298,15 @@ class _Hook:
             if outgoing is None or any(grad_inputs[edge] is None for edge in probe.reads):
                 continue  # ``torch.autograd.grad`` has asked for some gradients only
             reaction = probe.measure(grad_inputs, felt)
-            record.add(f"sensitivity.{probe.kind}", reaction if self._gain is None else reaction * self._gain, backward)
-            if probe.kind not in record.weights:
-                record.add(f"energy.{probe.kind}", norm(outgoing), backward)
+            energy = norm(outgoing) if probe.kind not in record.weights else None
+            for part, slope in self._parts:
+                part.add(f"sensitivity.{probe.kind}", reaction if slope is None else reaction * slope, backward)
+                if energy is not None:
+                    part.add(f"energy.{probe.kind}", energy, backward)
         if felt.evenness is not None:
             record.add("governed", felt.evenness.mean(), backward)
-        record.add("gradient", arrived.square(), backward)
+        for part, _ in self._parts:
+            part.add("gradient", arrived.square(), backward)
         if self._peaks and gy.dim() > 1:
             record.add("peak", torch.linalg.vector_norm(gy.flatten(1), torch.inf, 1).mean(), backward)
         if self._channels is not None:
@@ -302,7 +316,7 @@ class _Hook:
             check, handle = self.check
             self.check = None  # or the payload would live as long as the graph
             variance = check.variance(handle.restore(), gy, felt.gradient)
-            record.add("error", variance if self._gain is None else variance / self._gain, backward)
+            record.add("error", variance if gain is None else variance / gain, backward)
 
     def _felt(self, arrived: Arrived) -> Arrived:
         """The gradient as errors feel it."""

@@ -1,80 +1,94 @@
-"""Tensors that can be made again in backward from what the op that made them has saved itself: its input.
+"""Tensors that can be made again in backward from what the ops that made them have saved themselves: their inputs.
 
 GELU saves what it reads, and the linear layer after it saves what GELU made; a layer norm and the layer after it
-likewise. One of the two is enough. What is made again from a stored input carries that input's error through the op:
-it grows by 1.13 (GELU) or 1.1 (SiLU) at most, their steepest slopes. A norm is made with the statistics of the exact
-input, which are kept anyway: each value's error is that of the input, divided by its row's spread, times the scale.
+likewise; a product saves its factors, and the layer after it the product. What was made need not be stored. An RMS norm
+that is written out is two products, of which all that is needed is the norm's input and one number a row.
+
+What is made again from stored inputs carries their errors through the ops: GELU multiplies them by 1.13 at most, SiLU
+by 1.1, a product by the other factor. A norm is made with the statistics of the exact input, which are kept anyway:
+each value's error is that of the input, divided by its row's spread, times the scale.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from lowtide.capture.handles import Handle, Passed, Recast
+from lowtide import bounds
+from lowtide.capture.formulas import Formula
+from lowtide.capture.handles import Alias, Handle, Passed, Recast
 from lowtide.capture.sharding import has_memory
-from lowtide.capture.sums import working
 from lowtide.coding import layout
-from lowtide.kernels import _normalise
-from lowtide.records import TensorSpec
+from lowtide.records import Kind, TensorSpec
 
-_VIEWS, _CAST = frozenset(("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")), "ToCopyBackward0"
-_MOST_STEPS = 4
+# Changes of shape, and slices: of the whole, or the number of values tells.
+_VIEWS = frozenset(f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Slice", "Alias"))
+_CAST = "ToCopyBackward0"
+_MOST_STEPS = 4  # views and casts on the way to an op
+_MOST_OPS = 4  # one after the other
 
 Owned = Handle | Passed | Recast
 
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """The op that made a tensor. ``source`` is the handle of its input.
+    """How a tensor is made again: ``formula``, of ``sources``, which are stored, and ``parts``, which are kept."""
 
-    ``run(x, dtype)`` is the op once more, for an input that was stored. ``gain(part)`` is the mean square of its slope,
-    from a part of the input: the variance of an error is multiplied by it on the way (norms: of an error in units of
-    its row's spread). ``is_exact`` if an exact input gives the same bits as in forward.
-    """
+    formula: Formula
+    sources: tuple[Handle, ...]
+    parts: tuple[Owned, ...]
 
-    op: str
-    source: Handle
-    run: Callable[[Tensor, torch.dtype], Tensor]
-    gain: Callable[[Tensor], Tensor]
-    is_exact: bool
+    @property
+    def op(self) -> str:
+        return self.formula.op
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether exact sources give the same bits as in forward."""
+        return self.formula.is_exact
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether all that is read beside the sources will be there as it was."""
+        return all(type(part) is not Handle or _is_kept(part) for part in self.parts)
+
+    def run(self, sources: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        return self.formula.run(sources, [part.restore for part in self.parts], dtype)
+
+    def gains(self, stored: Sequence[Tensor]) -> list[Tensor]:
+        """The mean square of the slope, by source, from what is stored: the variance of an error is multiplied by it
+        on the way (norms: of an error in units of its row's spread)."""
+        first = stored[0]
+        samples = [bounds.sample(x if x.shape == first.shape else x.view(first.shape), ()) for x in stored]
+        return self.formula.gains(samples, [part.restore for part in self.parts])
 
 
 def find(tensor: Tensor, *, sharded: bool = False) -> Maker | None:
-    """Who made ``tensor``, if it can be made again: with nothing in between but one cast and changes of shape.
+    """How ``tensor`` can be made again: with nothing but casts and changes of shape between the ops that made it.
 
     ``sharded``: weights may be without their memory when the tensor is asked for, since that is another layer's turn.
     """
-    node = node_behind(tensor)
-    return make(type(node).__name__, node, tensor, sharded=sharded) if node is not None else None
+    walk = Walk(_is_handle, _is_owned, _is_intact)
+    formula = walk.behind(tensor.grad_fn)
+    return make(formula, walk.sources, walk.parts, tensor, sharded=sharded) if formula is not None else None
 
 
-def node_behind(tensor: Tensor) -> Any | None:
-    """The node of the op that ``find`` would name, whoever owns what it has saved."""
-    node, casts = tensor.grad_fn, 0
-    for _ in range(_MOST_STEPS):
-        name = type(node).__name__
-        if name in FIELDS:
-            return node
-        casts += name == _CAST
-        if node is None or casts > 1 or (name != _CAST and name not in _VIEWS):
-            return None
-        node = node.next_functions[0][0]
-    return None
-
-
-def make(name: str, node: Any, tensor: Tensor, *, sharded: bool = False) -> Maker | None:
-    """The maker of ``tensor``, by the name of a node and the node, or what has the same fields in its place."""
-    if tensor._version or not tensor.is_contiguous():
+def make(
+    formula: Formula, sources: Sequence[Handle], parts: Sequence[Owned], tensor: Tensor, *, sharded: bool = False
+) -> Maker | None:
+    """The maker of ``tensor``, by a formula and what it reads; None where values would lie in another order."""
+    if tensor._version or not tensor.is_contiguous() or not all(_is_alike(each.spec, tensor) for each in sources):
         return None
-    maker = _MAKERS[name](node, sharded)
-    return maker if maker is not None and _is_alike(maker.source.spec, tensor) else None
+    if sharded:
+        weights = [part for part in parts if type(part) is not Handle]
+        if not all(has_memory(part.restore()) for part in weights):
+            return None
+        parts = [part if type(part) is Handle else Passed(part.restore().clone(), part.call_path) for part in parts]
+    return Maker(formula, tuple(sources), tuple(parts))
 
 
 def _is_alike(spec: TensorSpec, tensor: Tensor) -> bool:
@@ -82,84 +96,154 @@ def _is_alike(spec: TensorSpec, tensor: Tensor) -> bool:
     return spec.numel == tensor.numel() and spec.device == tensor.device and layout.is_contiguous(spec)
 
 
-def _gelu(node: Any, sharded: bool) -> Maker | None:
-    return _pointwise("gelu", node, partial(F.gelu, approximate=node._saved_approximate), _gelu_slope)
+def _is_kept(part: Handle) -> bool:
+    return type(part.kept) is Alias or (part.need is not None and part.need.kind is Kind.EXACT)
 
 
-def _silu(node: Any, sharded: bool) -> Maker | None:
-    return _pointwise("silu", node, F.silu, _silu_slope)
+def _is_handle(data: Any) -> bool:
+    return type(data) is Handle
 
 
-def _pointwise(
-    op: str, node: Any, function: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor]
-) -> Maker | None:
-    source = _handle(node, "self")
+def _is_owned(data: Any) -> bool:
+    return isinstance(data, Owned)
+
+
+def _is_intact(data: Any) -> bool:
+    return type(data) is not Handle or data.entry is None or not data.entry.version
+
+
+class Walk:
+    """Reads a formula off an autograd graph. ``sources`` and ``parts`` are what its numbers stand for: whatever hooks
+    have left in the graph in place of a saved tensor, if ``is_source`` or ``is_part`` says that it may be one.
+    ``is_intact`` says whether a tensor that was saved on the way, if it was, is what its op has made."""
+
+    def __init__(
+        self, is_source: Callable[[Any], bool], is_part: Callable[[Any], bool], is_intact: Callable[[Any], bool]
+    ) -> None:
+        self.is_source, self.is_part, self.is_intact = is_source, is_part, is_intact
+        self.sources: list[Any] = []
+        self.parts: list[Any] = []
+
+    def behind(self, node: Any, most: int = _MOST_OPS) -> Formula | None:
+        """The formula of what ``node`` gives, or what it is a view or a cast of."""
+        casts = 0
+        for _ in range(_MOST_STEPS):
+            name = type(node).__name__
+            if name in _READERS:
+                return self.read(name, node, most)
+            casts += name == _CAST
+            if node is None or casts > 1 or (name != _CAST and name not in _VIEWS):
+                return None
+            node = node.next_functions[0][0]
+        return None
+
+    def read(self, name: str, node: Any, most: int) -> Formula | None:
+        """The formula of one op by the name of its node."""
+        sources, parts = len(self.sources), len(self.parts)
+        formula = _READERS[name](self, node, most)
+        if formula is None:
+            del self.sources[sources:], self.parts[parts:]
+        return formula
+
+    def source(self, data: Any) -> int | None:
+        return _number(self.sources, data) if self.is_source(data) else None
+
+    def part(self, data: Any) -> int | None:
+        return _number(self.parts, data) if self.is_part(data) else None
+
+
+def _number(known: list[Any], data: Any) -> int:
+    """Of ``data`` among those that are known, which it joins if it is new."""
+    for number, item in enumerate(known):
+        if item is data:
+            return number
+    known.append(data)
+    return len(known) - 1
+
+
+def _saved(node: Any, field: str) -> Any:
+    """What hooks have left in place of a tensor that the node saved."""
+    return getattr(node, f"_raw_saved_{field}").data
+
+
+def _function(op: str) -> Reader:
+    def read(walk: Walk, node: Any, most: int) -> Formula | None:
+        source = walk.source(_saved(node, "self"))
+        return None if source is None else Formula(op, (source,), option=getattr(node, "_saved_approximate", "none"))
+
+    return read
+
+
+def _norm(op: str, mean: str, inverse_std: str, shift: str) -> Reader:
+    """By the fields that have them; an RMS norm has no mean and no shift."""
+
+    def read(walk: Walk, node: Any, most: int) -> Formula | None:
+        source = walk.source(_saved(node, "input"))
+        fields = (mean, inverse_std, "weight", shift)
+        parts = tuple(walk.part(_saved(node, field)) if field else None for field in fields)
+        if source is None or parts[1] is None or (mean and parts[0] is None):
+            return None
+        return Formula(op, (source,), parts=parts)
+
+    return read
+
+
+def _product(walk: Walk, node: Any, most: int) -> Formula | None:
+    """A factor that was broadcast is kept, and the other one may have been made by a product again; of two that are
+    as large as the product, both have to be stored, or to be functions of what is stored."""
+    shape = tuple(node._input_metadata[0].shape)
+    factors = [_saved(node, "self"), _saved(node, "other")]
+    for place, factor in enumerate(factors):
+        if walk.is_part(factor) and _is_spread(tuple(factor.spec.shape), shape):
+            return _scaled(walk, node, 1 - place, factors, most)
+    if not all(walk.is_source(factor) and _are_same(tuple(factor.spec.shape), shape) for factor in factors):
+        return None
+    inputs, dtypes = [], []
+    for place, factor in enumerate(factors):
+        maker = node.next_functions[place][0]
+        inner = walk.read(type(maker).__name__, maker, 0) if type(maker).__name__ in _FUNCTIONS else None
+        source = walk.source(factor) if inner is None else inner
+        assert source is not None, "looked at above"
+        inputs.append(source)
+        dtypes.append(factor.spec.dtype)
+    return Formula("mul", tuple(inputs), tuple(dtypes))
+
+
+def _scaled(walk: Walk, node: Any, place: int, factors: Sequence[Any], most: int) -> Formula | None:
+    """Factor ``place``, which may not have been saved, times the other one."""
+    factor, (maker, output) = factors[place], node.next_functions[place]
+    if maker is None:
+        return None
+    inner = walk.behind(maker, most - 1) if most > 1 and walk.is_intact(factor) else None
+    source = walk.source(factor) if inner is None else inner
     if source is None:
         return None
-
-    def run(x: Tensor, dtype: torch.dtype) -> Tensor:
-        return function(x).to(dtype)
-
-    def gain(part: Tensor) -> Tensor:
-        return _mean_square(slope(part.to(working(part))))
-
-    return Maker(op, source, run, gain, is_exact=True)
-
-
-def _gelu_slope(x: Tensor) -> Tensor:
-    """Phi(x) + x phi(x); the tanh form differs from it by less than a hundredth."""
-    return torch.special.ndtr(x) + x * torch.exp(-x.square() / 2) / (2 * torch.pi) ** 0.5
-
-
-def _silu_slope(x: Tensor) -> Tensor:
-    s = torch.sigmoid(x)
-    return s * (1 + x * (1 - s))
-
-
-def _layer_norm(node: Any, sharded: bool) -> Maker | None:
-    source = _handle(node, "input")
-    mean, inverse_std, weight, bias = (_owned(node, field) for field in ("result1", "result2", "weight", "bias"))
-    if source is None or mean is None or inverse_std is None:
+    seen = maker._input_metadata[output]
+    if _is_spread(tuple(seen.shape), tuple(node._input_metadata[0].shape)):
         return None
-    if sharded:
-        if not all(part is None or has_memory(part.restore()) for part in (weight, bias)):
-            return None
-        weight, bias = (
-            None if part is None else Passed(part.restore().clone(), part.call_path) for part in (weight, bias)
-        )
-
-    def run(x: Tensor, dtype: torch.dtype) -> Tensor:
-        scale, shift = (None if part is None else part.restore() for part in (weight, bias))
-        return _normalise.rows(x, mean.restore(), inverse_std.restore(), scale, shift, dtype)
-
-    def gain(part: Tensor) -> Tensor:
-        return part.new_ones((), dtype=working(part)) if weight is None else _mean_square(weight.restore())
-
-    return Maker("layer_norm", source, run, gain, is_exact=False)
+    shape = tuple(seen.shape) if type(maker).__name__ in _VIEWS | {_CAST} else None
+    if shape is not None and not all(type(size) is int for size in shape):
+        return None  # a size that is not known before a graph runs
+    return Formula("mul", (source,), (seen.dtype,), (walk.part(factors[1 - place]),), shape)
 
 
-def _handle(node: Any, field: str) -> Handle | None:
-    saved = getattr(node, f"_raw_saved_{field}").data
-    return saved if type(saved) is Handle else None
+def _is_spread(shape: tuple[Any, ...], over: tuple[Any, ...]) -> bool:
+    """Whether a factor of ``shape`` is broadcast to ``over``; asks nothing of sizes that are not known yet."""
+    if len(shape) != len(over):
+        return len(shape) < len(over)
+    return any(type(a) is int and a == 1 and not (type(b) is int and b == 1) for a, b in zip(shape, over, strict=True))
 
 
-def _owned(node: Any, field: str) -> Owned | None:
-    """What we hold of a tensor that the node saved; None if it saved none."""
-    saved = getattr(node, f"_raw_saved_{field}").data
-    return saved if isinstance(saved, Owned) else None
+def _are_same(shape: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    return len(shape) == len(other) and all(str(a) == str(b) for a, b in zip(shape, other, strict=True))
 
 
-def _mean_square(x: Tensor) -> Tensor:
-    return x.to(working(x)).square().mean()
-
-
-FIELDS = {  # what a maker reads of its node: tensors, the source first, and scalars
-    "GeluBackward0": (("self",), ("approximate",)),
-    "SiluBackward0": (("self",), ()),
-    "NativeLayerNormBackward0": (("input", "result1", "result2", "weight", "bias"), ()),
-}
-_MAKERS: dict[str, Callable[[Any, bool], Maker | None]] = {
-    "GeluBackward0": _gelu,
-    "SiluBackward0": _silu,
-    "NativeLayerNormBackward0": _layer_norm,
+Reader = Callable[[Walk, Any, int], Formula | None]
+_FUNCTIONS = frozenset(("GeluBackward0", "SiluBackward0"))
+_READERS: dict[str, Reader] = {
+    "GeluBackward0": _function("gelu"),
+    "SiluBackward0": _function("silu"),
+    "NativeLayerNormBackward0": _norm("layer_norm", "result1", "result2", "bias"),
+    "FusedRmsNormBackward0": _norm("rms_norm", "", "result1", ""),
+    "MulBackward0": _product,
 }

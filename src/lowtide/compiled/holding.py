@@ -7,7 +7,6 @@ import itertools
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from lowtide import gates
 from lowtide.capture import identity, makers, pairs
+from lowtide.capture.formulas import Formula
 from lowtide.capture.handles import Alias, Deduplicator, Entry, Handle, Passed, extent_of
 from lowtide.errors import PayloadError
 from lowtide.ledger import Lease, Ledger
@@ -52,17 +52,15 @@ class Exact:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What the op that made a tensor has saved: enough to make it again, or to share a payload with it.
+    """What the ops that made a tensor have saved: enough to make it again, or to share a payload with it.
 
-    ``name`` is that of the op's node (of a batch norm where ReLU has made the tensor), ``source`` the number of its
-    input among the group's saves. ``beside`` gives the places of other tensors among those that are no saves, by field,
-    and ``scalars`` its other fields.
+    ``formula`` is None where it may share one, with the input of a batch norm. ``sources`` are numbers among the
+    group's saves, ``beside`` the places of other tensors among those that are no saves.
     """
 
-    name: str
-    source: int
-    beside: Mapping[str, int]
-    scalars: Mapping[str, Any]
+    formula: Formula | None
+    sources: tuple[int, ...]
+    beside: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -141,18 +139,13 @@ class Group:
     def _maker(self, number: int, tensor: Tensor, handles: list[Handle], beside: Sequence[Tensor]) -> Any:
         """What the tensor was made of, in the words of an eager capture."""
         origin = self._origins[number]
-        source = handles[origin.source]
+        sources, others = [handles[source] for source in origin.sources], [beside[place] for place in origin.beside]
         # Detached first: below autograd a detached tensor counts its versions anew, and the graph's own are checked.
-        parts = {name: Passed(beside[place].detach(), source.call_path) for name, place in origin.beside.items()}
-        if origin.name not in makers.FIELDS:
-            bias = beside[origin.beside["bias"]]
-            return pairs.Pair(source, parts["result1"], parts["result2"], parts["weight"], bias)
-        fields, _ = makers.FIELDS[origin.name]
-        saved = {f"_raw_saved_{name}": _Raw(parts.get(name)) for name in fields} | {
-            f"_raw_saved_{fields[0]}": _Raw(source)
-        }
-        scalars = {f"_saved_{name}": value for name, value in origin.scalars.items()}
-        return makers.make(origin.name, SimpleNamespace(**saved, **scalars), tensor)
+        parts = [Passed(other.detach(), sources[0].call_path) for other in others]
+        if origin.formula is None:
+            mean, inverse_std, weight, _ = parts
+            return pairs.Pair(sources[0], mean, inverse_std, weight, others[3])
+        return makers.make(origin.formula, sources, parts, tensor)
 
     def _settle(self, item: _Settled) -> None:
         entry, pipeline = item.entry, self._desk.pipeline
@@ -165,12 +158,6 @@ class Group:
             pipeline.note(handle, entry, "kept", identity.SMALL.reason, "", added)
             added = 0
         entry.raw = None
-
-
-class _Raw(NamedTuple):
-    """What a node shows of a field."""
-
-    data: Any
 
 
 class _Settled(NamedTuple):

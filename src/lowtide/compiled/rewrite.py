@@ -103,17 +103,21 @@ def _replace_marks(
 
 def _join(gathered: Mapping[fx.Node, list[fx.Node]], made: Mapping[int, Made]) -> list[list[fx.Node]]:
     """Marks of one tensor, and of those that are made of it, in the order in which the tensors are made."""
-    sources = sorted(gathered)
     holder = {_number(mark): source for source, marks in gathered.items() for mark in marks}  # by number
     joined: dict[fx.Node, list[fx.Node]] = {}
-    first: dict[fx.Node, fx.Node] = {}
-    for source in sources:
+    first: dict[fx.Node, fx.Node] = {}  # by tensor: the one that its group goes by
+    for source in sorted(gathered):
         marks = sorted(gathered[source], key=_number)  # as they were saved: the first one names the payload
         origins = (made.get(_number(mark)) for mark in marks)
-        before = next((holder[origin.source] for origin in origins if origin and origin.source in holder), source)
-        first[source] = first.get(before, before)
-        joined.setdefault(first[source], []).extend(marks)
-    return list(joined.values())
+        before = next((made.sources for made in origins if made and all(each in holder for each in made.sources)), ())
+        leaders = sorted({first[holder[number]] for number in before if holder[number] in first}) or [source]
+        for other in leaders[1:]:  # what is made of two joins the groups of both
+            joined[leaders[0]] += joined.pop(other)
+            first.update({tensor: leaders[0] for tensor, leader in first.items() if leader is other})
+        first[source] = leaders[0]
+        joined.setdefault(leaders[0], []).extend(marks)
+    places = {source: place for place, source in enumerate(sorted(gathered))}
+    return [sorted(marks, key=lambda mark: (places[holder[_number(mark)]], _number(mark))) for marks in joined.values()]
 
 
 def _may_be_held(
@@ -188,10 +192,10 @@ def _put_in(
     origins: dict[int, Origin] = {}
     for index, mark in enumerate(marks):
         origin = made.get(_number(mark))
-        if origin is not None and numbers.get(origin.source, index) < index:
-            places = {name: len(beside) + place for place, name in enumerate(origin.beside)}
+        if origin is not None and all(numbers.get(source, index) < index for source in origin.sources):
+            places = tuple(range(len(beside), len(beside) + len(origin.beside)))
             beside += [_early(graph, node) for node in mark.args[2]]  # type: ignore[union-attr]
-            origins[index] = Origin(origin.name, numbers[origin.source], places, origin.scalars)
+            origins[index] = Origin(origin.formula, tuple(numbers[source] for source in origin.sources), places)
     last = max([*tensors, *beside])
     while _next_is_part(last):  # an op of several results, and the results, stay together
         last = last.next

@@ -22,6 +22,7 @@ from torch.fx import traceback
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from lowtide.capture import graph, identity, makers, needs, pairs
+from lowtide.capture.formulas import Formula
 from lowtide.capture.habits import site_of
 from lowtide.compiled.holding import Desk, Save
 from lowtide.compiled.ops import SAVED
@@ -38,10 +39,9 @@ _EAGER_NAMES = {
 class Made(NamedTuple):
     """The op that made a tensor, by what it has saved: see ``lowtide.compiled.holding.Origin``."""
 
-    name: str
-    source: int  # the number of the save
-    beside: dict[str, Tensor]
-    scalars: dict[str, Any]
+    formula: Formula | None  # None: with what it may share a payload
+    sources: tuple[int, ...]  # numbers of saves
+    beside: tuple[Tensor, ...]
 
 
 class Traced:
@@ -128,23 +128,23 @@ class Tracer:
             return tensor
         if saved.made is not None:
             self.made[saved.number] = saved.made
-        marked: Tensor = SAVED(tensor, saved.number, list(saved.made.beside.values()) if saved.made is not None else [])
+        marked: Tensor = SAVED(tensor, saved.number, list(saved.made.beside) if saved.made is not None else [])
         return marked
 
     def _made(self, tensor: Tensor) -> Made | None:
         """Of what a tensor can be made again, or with what it may share a payload [18]."""
-        node = makers.node_behind(tensor) if self._desk.remakes else None
-        if node is not None:
-            name = type(node).__name__
-            fields, scalars = makers.FIELDS[name]
-            return _made_by(node, name, fields, {scalar: getattr(node, f"_saved_{scalar}") for scalar in scalars})
+        if self._desk.remakes:
+            walk = makers.Walk(_is_traced, _is_traced, _is_intact)
+            formula = walk.behind(tensor.grad_fn)
+            if formula is not None:
+                sources = tuple(source.number for source in walk.sources)
+                return Made(formula, sources, tuple(part.tensor for part in walk.parts))
         norm = pairs.norm_behind(tensor) if self._desk.joins else None
-        made = _made_by(norm, type(norm).__name__, pairs.FIELDS, {}) if norm is not None else None
         bias = self._inputs.get(norm.next_functions[2][0]) if norm is not None else None  # which no norm saves
-        if made is None or bias is None or len(made.beside) < 3 or pairs.is_rounded(made.beside["result2"].dtype):
+        saved = [getattr(norm, f"_raw_saved_{field}").data for field in pairs.FIELDS] if norm is not None else []
+        if bias is None or not all(map(_is_traced, saved)) or pairs.is_rounded(saved[2].tensor.dtype):
             return None
-        made.beside["bias"] = bias.detach()
-        return made
+        return Made(None, (saved[0].number,), (*(part.tensor for part in saved[1:]), bias.detach()))
 
     def _is_unfit(self, tensor: Tensor) -> bool:
         """What no codec takes; where a size is not known yet, whether it is worth while is asked when it is."""
@@ -270,13 +270,12 @@ class Places:
                 yield self._by_id[int(number)], str(stack[key][0])
 
 
-def _made_by(node: Any, name: str, fields: Sequence[str], scalars: dict[str, Any]) -> Made | None:
-    saved = {field: getattr(node, f"_raw_saved_{field}").data for field in fields}
-    source = saved.pop(fields[0])
-    if type(source) is not Traced:
-        return None
-    beside = {field: data.tensor for field, data in saved.items() if type(data) is Traced}
-    return Made(name, source.number, beside, scalars)
+def _is_traced(data: Any) -> bool:
+    return type(data) is Traced
+
+
+def _is_intact(data: Any) -> bool:
+    return type(data) is not Traced or not data.version
 
 
 def _is_beside(name: str, site: Site) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,7 +107,7 @@ class Adaptive(ABC):
         return moved
 
     def _learn(self, statistics: Statistics, ledger: Ledger, step: int) -> bool:
-        ours = {name: site for name, site in statistics.sites.items() if name in self._ours}
+        ours = {name: site for name, site in statistics.sites.items() if (site.saved or name) in self._ours}
         statistics = dataclasses.replace(statistics, sites=ours)
         retreated = self._take_note(self._without_noise(statistics), ledger, step)
         new = self._update(statistics, ledger)
@@ -140,7 +141,12 @@ class Adaptive(ABC):
 
     def _take_note(self, statistics: Statistics, ledger: Ledger, step: int) -> bool:
         """Predict the noise of the bounds that were in force; hold the checked sites to it. Whether one retreats."""
-        self._known = [name for name, site in statistics.sites.items() if site.claims and site.op in _CHECKED]
+        parts = Counter(site.saved or name for name, site in statistics.sites.items())  # a tensor made of several
+        self._known = [
+            name
+            for name, site in statistics.sites.items()
+            if site.claims and site.op in _CHECKED and parts[site.saved or name] == 1
+        ]
         retreated = False
         for name, site in statistics.sites.items():
             error, entry = self._error(site), ledger.sites.get(name)

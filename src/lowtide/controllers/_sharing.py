@@ -33,7 +33,7 @@ def divide(total: float, parts: Iterable[Part]) -> dict[str, float]:
 
 
 def by_tensor(sites: Iterable[SiteStatistics]) -> list[list[SiteStatistics]]:
-    """Sites grouped by the tensor that they saved, where one bound can serve them all.
+    """Sites grouped by the tensor that is stored for them, where one bound can serve them all; what is made of it last.
 
     Log-probabilities have one of their own: what another op reads of them is not their exponential.
     """
@@ -43,4 +43,4 @@ def by_tensor(sites: Iterable[SiteStatistics]) -> list[list[SiteStatistics]]:
         if site.family == "log_probability":
             key = (site.site, site.family)
         groups.setdefault(key, []).append(site)
-    return list(groups.values())
+    return [sorted(group, key=lambda site: bool(site.source)) for group in groups.values()]

@@ -1,4 +1,4 @@
-"""Rows less their means, times their inverse spreads, scaled and shifted: a layer norm whose statistics are given."""
+"""Rows less their means, times their inverse spreads, scaled and shifted: norms of rows whose statistics are given."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def rows(
-    x: Tensor, mean: Tensor, inverse_std: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+    x: Tensor,
+    mean: Tensor | None,
+    inverse_std: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """(x - mean) * inverse_std * weight + bias in ``dtype``; ``x`` is contiguous, a row for each mean.
+    """(x - mean) * inverse_std * weight + bias in ``dtype``; ``x`` is contiguous, a row for each spread.
 
-    Computed in float32 at least and rounded once.
+    What is None is left out. Computed in float32 at least and rounded once.
     """
-    count = mean.numel()
+    count = inverse_std.numel()
     flat = x.view(count, -1)
     if _is_for_triton(flat, dtype):
         from lowtide.kernels import _normalise_triton
@@ -26,7 +31,8 @@ def rows(
         scale, shift = (None if part is None else part.contiguous() for part in (weight, bias))
         return _normalise_triton.rows(flat, mean, inverse_std, scale, shift, dtype).view(x.shape)
     wide = torch.promote_types(flat.dtype, torch.float32)
-    made = (flat.to(wide) - mean.to(wide).view(count, 1)).mul_(inverse_std.to(wide).view(count, 1))
+    made = flat.to(wide) if mean is None else flat.to(wide) - mean.to(wide).view(count, 1)
+    made = made * inverse_std.to(wide).view(count, 1)
     if weight is not None:
         made.mul_(weight.to(wide).flatten())
     if bias is not None:
