@@ -26,7 +26,8 @@ class Wish:
     ``noise``: sensitivities and energies. ``spread``: share and standard deviation of the non-zero values (of a large
     tensor, of some). ``peaks``: the largest |gY| of each sample, averaged. ``channels``: what AC-GC's rule for batch
     norm reads, by channel. ``momentum``: the mean magnitude of each weight's momentum. ``shadow``: a step of the
-    momentum that is kept for optimizers that have none. ``checks``: sites at which the real error is measured as well.
+    momentum that is kept for optimizers that have none. ``flow``: what arrives at each parameter of the noise that goes
+    on. ``checks``: sites at which the real error is measured as well.
     """
 
     noise: bool = False
@@ -35,6 +36,7 @@ class Wish:
     channels: bool = False
     momentum: bool = False
     shadow: bool = False
+    flow: bool = False
     checks: frozenset[str] = frozenset()
 
 
@@ -72,8 +74,8 @@ class SiteStatistics:
     spread. ``leader`` is the first site that saved the same tensor in this step. ``source`` is given for a tensor that
     is made again in backward: the site whose stored tensor it is made from. Unit, dtype, sizes, spread and claims are
     then those of an error in that one, and so is ``leader``. A tensor that is made of several has statistics for each,
-    all but the first under names of their own; ``saved`` is the site whose tensor it is. ``passes`` is how many
-    backwards came
+    all but the first under names of their own; ``saved`` is the site whose tensor it is, and ``slope`` what multiplies
+    the variance of an error on the way from the stored tensor to it. ``passes`` is how many backwards came
     by; ``numel`` and ``samples`` (the length of the first axis) are of one save. ``outputs`` are the channels of gY,
     ``reuse`` is how many windows read a value (taps / strides).
 
@@ -105,6 +107,7 @@ class SiteStatistics:
     momentum: float | None = None
     error: float | None = None
     governed: float = 1.0
+    slope: float = 1.0
     channels: Mapping[str, list[float]] = field(default_factory=dict)
 
     def claim(self, kind: str) -> Claim | None:
@@ -118,9 +121,23 @@ class SiteStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class Arrival:
+    """What arrives at a parameter, or at several, of the noise that sites add to gradients that go on to it.
+
+    ``shares``: by site, how much of its share of noise; nothing of sites that are not there. ``energy`` is that of the
+    parameters' gradients. ``is_scale``: they are few, as the scales of norms are.
+    """
+
+    shares: Mapping[str, float]
+    energy: float
+    is_scale: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Statistics:
     """What was measured during step ``step``: sites if a controller asked, the loss if it was watched.
 
+    ``arrivals`` are there if a controller asked for them and one forward of the step was followed by its backward.
     ``is_skipped`` says that a gradient scaler managed the step, so that numbers that are not finite are its business.
     """
 
@@ -128,6 +145,7 @@ class Statistics:
     sites: Mapping[str, SiteStatistics] = field(default_factory=dict)
     loss: float | None = None
     is_skipped: bool = False
+    arrivals: tuple[Arrival, ...] = ()
 
     @property
     def is_finite(self) -> bool:
@@ -139,6 +157,7 @@ class Statistics:
             "sites": [dataclasses.asdict(site) for site in self.sites.values()],
             "loss": self.loss,
             "is_skipped": self.is_skipped,
+            "arrivals": [dataclasses.asdict(arrival) for arrival in self.arrivals],
         }
 
     @classmethod
@@ -147,4 +166,5 @@ class Statistics:
         for item in state["sites"]:
             claims = tuple(Claim(**claim) for claim in item["claims"])
             sites[item["site"]] = SiteStatistics(**{**item, "claims": claims})
-        return cls(state["step"], sites, state["loss"], state["is_skipped"])
+        arrivals = tuple(Arrival(**item) for item in state.get("arrivals", ()))
+        return cls(state["step"], sites, state["loss"], state["is_skipped"], arrivals)

@@ -19,12 +19,12 @@ from lowtide.errors import UnknownNameError
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("name", ["alexnet", "vit_ti_16", "gpt", "unet", "lstm"])
+@pytest.mark.parametrize("name", ["alexnet", "vit_ti_16", "gpt", "llama", "unet", "lstm"])
 def test_every_kind_of_model_takes_a_step(name):
     task = Task(find_workload(name, {}, tiny=True), "fp32", batch=2, device=CPU)
     assert task.step().isfinite()
-    assert task.items == (32 if name == "gpt" else 2)
-    assert isinstance(task.optimizer, torch.optim.AdamW) == (name in ("vit_ti_16", "gpt"))
+    assert task.items == (32 if name in ("gpt", "llama") else 2)
+    assert isinstance(task.optimizer, torch.optim.AdamW) == (name in ("vit_ti_16", "gpt", "llama", "lstm"))
 
 
 @pytest.mark.parametrize("name", zoo.names())

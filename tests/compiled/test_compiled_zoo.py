@@ -14,7 +14,7 @@ from lowtide.app import zoo
 sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels"))
 from test_emulated_training import train
 
-_QUICK = ("alexnet", "resnet18", "vit_ti_16", "gpt", "unet")
+_QUICK = ("alexnet", "resnet18", "vit_ti_16", "gpt", "llama", "unet")
 
 
 def _train(name: str, method: str, *, backend: str | None, bf16: bool) -> tuple[list[Tensor], int, set[str]]:
@@ -25,12 +25,14 @@ def _train(name: str, method: str, *, backend: str | None, bf16: bool) -> tuple[
 
 
 def _models() -> list[object]:
-    names = [name for name in zoo.names() if name not in ("lstm", "gpt2_small")]  # recurrent; dropout rounds otherwise
-    return [pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow) for name in names]
+    """Not those that are recurrent, or whose dropout rounds otherwise; and not Llama in bf16, where autocast casts one
+    tensor for several layers: eagerly each cast is stored, in a graph they are one."""
+    names = [name for name in zoo.names() if name not in ("lstm", "gpt2_small")]
+    cases = [(name, bf16) for name in names for bf16 in (False, True) if not (bf16 and "llama" in name)]
+    return [pytest.param(*case, marks=() if case[0] in _QUICK else pytest.mark.slow) for case in cases]
 
 
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", _models())
+@pytest.mark.parametrize(("name", "bf16"), _models())
 def test_weights_are_those_of_an_eager_session(name: str, bf16: bool, assert_same) -> None:
     eager, held, coded = _train(name, "fixed", backend=None, bf16=bf16)
     compiled, held_by_graph, coded_in_graph = _train(name, "fixed", backend="aot_eager", bf16=bf16)
@@ -40,7 +42,7 @@ def test_weights_are_those_of_an_eager_session(name: str, bf16: bool, assert_sam
     assert held_by_graph <= 1.05 * held
 
 
-@pytest.mark.parametrize("name", ["resnet18", "gpt"])
+@pytest.mark.parametrize("name", ["resnet18", "gpt", "llama"])
 def test_bounds_that_set_themselves(name: str, assert_same) -> None:
     """Steps 0, 2 and 4 are measured, so they run eagerly; the others are compiled, with what was learned in those."""
     eager, held, coded = _train(name, "budget", backend=None, bf16=False)

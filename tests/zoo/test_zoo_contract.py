@@ -73,7 +73,7 @@ def test_every_parameter_gets_a_finite_gradient(entry: zoo.ZooEntry) -> None:
 
 
 def test_it_learns_one_batch(entry: zoo.ZooEntry) -> None:
-    """15 steps of Adam at 3e-3 leave 0.00 (ResNet) to 0.68 (GPT) of the loss: measured with this seed, 4 examples."""
+    """15 steps of Adam at 3e-3 leave 0.00 (ResNet) to 0.70 (Llama) of the loss: measured with this seed, 4 examples."""
     model = entry.build(**entry.tiny)
     inputs, target = entry.example(4, **entry.tiny)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)

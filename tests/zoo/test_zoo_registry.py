@@ -20,6 +20,8 @@ def test_names_are_the_models() -> None:
         "vit_b_16",
         "gpt",
         "gpt2_small",
+        "llama",
+        "llama_1b",
         "encoder",
         "unet",
         "lstm",

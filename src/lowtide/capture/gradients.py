@@ -12,6 +12,7 @@ between (a scaler found inf and skipped the step), so are the sums that belong t
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from lowtide import bounds
 from lowtide.capture import identity, sensitivity
 from lowtide.capture.channels import Channels
+from lowtide.capture.flow import Flow
 from lowtide.capture.handles import Alias, Entry, Handle, Passed
 from lowtide.capture.makers import Maker
 from lowtide.capture.momentum import Momentum
@@ -63,6 +65,7 @@ class Collector:
         self.restarts = 0  # how often they were
         self._hooks: dict[int, Any] = {}  # by weight
         self._layers: dict[int, Producer] = {}  # those that ran last, by their nodes' numbers
+        self._flow = Flow()
 
     def reduce(self, wish: Wish | None) -> Wish | None:
         """What is left of a wish: nothing, if it is for a shadow of a momentum that the optimizer keeps itself."""
@@ -102,6 +105,8 @@ class Collector:
             probes = sensitivity.probes(site, need.family, node, x, below)
             for probe in probes:
                 self._find_weight(node, probe, [record for record, _ in parts])
+            if wish.flow:
+                self._flow.add(site.name, node, [probe.edge for probe in probes if probe.kind == PROPAGATED])
             self._remember(Producer.of(site, node, x))
             check = SpotCheck.of(site, node, x) if site.name in wish.checks and len(parts) == 1 else None
             channels = Channels.of(node, x) if wish.channels and "batch_norm" in site.op else None
@@ -123,7 +128,10 @@ class Collector:
             self._record(node, handle, source, part, name)
             for name, source, part in zip(names, maker.sources, stored, strict=True)
         ]
-        return list(zip(records, maker.gains(stored), strict=True))
+        gains = maker.gains(stored)
+        for record, gain in zip(records, gains, strict=True):
+            record.add("slope", gain)
+        return list(zip(records, gains, strict=True))
 
     def _record(self, node: Any, handle: Handle, held: Handle, stored: Tensor, name: str) -> Record:
         """A record of the site; the first forward of a step begins it. ``held`` is the save of ``stored``, which its
@@ -231,8 +239,14 @@ class Collector:
             record.facts["passes"] = record.passes(self._since)
             weights = {kind: places[id(weight)] for kind, weight in record.weights.items()}
             known.append(Known(record.facts, record.sampled, weights))
-        is_skipped = getattr(self._optimizer, "found_inf", None) is not None
-        self._under_way = Parcel(numbers), lambda parts: read(step, names, parts, known, is_skipped)
+        norms, arrivals = self._flow.finish()
+        sent, is_skipped = len(numbers), getattr(self._optimizer, "found_inf", None) is not None
+
+        def reader(parts: list[list[float]]) -> Statistics:
+            found = read(step, names, parts[:sent], known, is_skipped)
+            return dataclasses.replace(found, arrivals=arrivals([part[0] for part in parts[sent:]]))
+
+        self._under_way = Parcel([*numbers, *norms]), reader
 
     def _of_weights(self, site: str, weights: dict[str, nn.Parameter]) -> dict[str, Tensor]:
         """Norms of the gradients that ended in weights, and what the optimizer knows about them."""

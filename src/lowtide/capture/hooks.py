@@ -218,11 +218,20 @@ class Capture:
     def _settle_ready(self, scope: Scope, current: Entry | None) -> None:
         """Settle what has been named, except for the tensor that is being saved: its next op may save it, too.
 
-        Several at a time, because Python that runs many times in a row runs several times faster.
+        Several at a time, because Python that runs many times in a row runs several times faster. What can be made of
+        tensors that are yet to be settled comes after them, and waits for them if somebody is being saved.
         """
         ready, scope.ready, scope.ready_nbytes = scope.ready, [], 0
+        later = []
         for entry in ready:
             if entry is current and not _is_awaited(entry):
+                self._is_ready(scope, entry)
+            elif _waits_for_sources(entry):
+                later.append(entry)
+            elif handles := entry.take_named():
+                self._settle(entry, handles)
+        for entry in later:
+            if current is not None and _waits_for_sources(entry):
                 self._is_ready(scope, entry)
             elif handles := entry.take_named():
                 self._settle(entry, handles)
@@ -362,6 +371,14 @@ def _unpack(handle: Handle | Passed | Recast) -> Tensor:
 def _is_awaited(entry: Entry) -> bool:
     """Whether another tensor waits for this one, which ReLU has saved, and the layer after it as well."""
     return isinstance(entry.maker, pairs.Pair) and len(entry.waiting) > 1
+
+
+def _waits_for_sources(entry: Entry) -> bool:
+    """Whether a tensor can be made of others that have not been settled."""
+    maker = entry.maker
+    return isinstance(maker, makers.Maker) and any(
+        source.kept is None and source.entry is not None and source.entry.raw is not None for source in maker.sources
+    )
 
 
 def _is_special(tensor: Tensor, is_leaf: bool, scope: Scope) -> bool:

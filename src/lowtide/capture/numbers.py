@@ -13,7 +13,7 @@ from lowtide.statistics import KINDS, Claim, SiteStatistics, Statistics
 # Averaged over the forwards of a step; everything else is summed.
 _MEANS = frozenset(
     f"{prefix}{name}"
-    for prefix, names in (("", "peak error governed"), ("channel.", "absmax scale inverse_std gradient_peak"))
+    for prefix, names in (("", "peak error governed slope"), ("channel.", "absmax scale inverse_std gradient_peak"))
     for name in names.split()
 )
 # These are norms; their squares are summed. A device is spared hundreds of squares that the host takes as well.
@@ -89,7 +89,7 @@ def _site(known: Known, parts: dict[str, list[float]]) -> SiteStatistics:
         for kind in KINDS
         if f"sensitivity.{kind}" in numbers and f"energy.{kind}" in numbers
     )
-    plain = ("gradient", "peak", "stepped", "momentum", "error", "governed")
+    plain = ("gradient", "peak", "stepped", "momentum", "error", "governed", "slope")
     found: dict[str, Any] = {name: numbers[name] for name in plain if name in numbers}
     if "nonzero" in numbers:
         count = max(numbers["nonzero"], 1e-30)

@@ -6,9 +6,10 @@ Statistics of step t are handed over at the end of step t + 1 and act from step 
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,7 +111,7 @@ class Adaptive(ABC):
         ours = {name: site for name, site in statistics.sites.items() if (site.saved or name) in self._ours}
         statistics = dataclasses.replace(statistics, sites=ours)
         retreated = self._take_note(self._without_noise(statistics), ledger, step)
-        new = self._update(statistics, ledger)
+        new = with_stand_ins(self._update(statistics, ledger), statistics.sites.values())
         moved = any(self._rules.get(name) != rule for name, rule in new.items())
         self._rules = {**self._rules, **new}
         return moved or retreated
@@ -168,8 +169,11 @@ class Adaptive(ABC):
         return retreated
 
     def value_at(self, site: SiteStatistics) -> float | None:
-        """The bound in force at a site, as a number in the site's unit; None if it is not one number."""
-        rule = self._rules.get(site.site) or self._start(site.family)
+        """The bound in force at a site, as a number in the site's unit; None if it is not one number.
+
+        For a tensor that is made again, that of the stored one.
+        """
+        rule = self._rules.get(site.source or site.site) or self._start(site.family)
         return in_unit(rule, site) if isinstance(rule, BoundRule) else None
 
     def noise_by_site(self) -> dict[str, Noise]:
@@ -200,6 +204,19 @@ class Adaptive(ABC):
         self._known, self._turn, self._checked = list(state["known"]), int(state["turn"]), list(state["checked"])
         self._asked, self._retry = state["asked"], bool(state["retry"])
         self._safety.load_state_dict(state["safety"])
+
+
+def with_stand_ins(
+    new: Mapping[str, BoundSource | Keep], sites: Iterable[SiteStatistics]
+) -> dict[str, BoundSource | Keep]:
+    """New bounds; for tensors that are made again, those under which they add as much noise if they are stored."""
+    found = dict(new)
+    for site in sites:
+        rule = new.get(site.source) if site.source else None
+        if isinstance(rule, BoundRule) and rule.unit in ("absolute", "std") and 0 < site.slope < math.inf:
+            scale = 1.0 if rule.unit == site.unit else site.std or 0.0
+            found[site.site] = BoundRule(_levels.quantise(max(rule.value * scale * math.sqrt(site.slope), 1e-30)))
+    return found
 
 
 def in_unit(rule: BoundRule, site: SiteStatistics) -> float | None:

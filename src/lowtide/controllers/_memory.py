@@ -77,7 +77,7 @@ class Memory:
         for group in groups:
             before = _ratio(rules.get(group[0].site), group[0])
             rule = _rule(group[0], _towards(chosen[group[0].site], before, self._stride))
-            new.update({site.site: rule for site in group if rules.get(site.site) != rule})
+            new.update({site.site: rule for site in group if not site.source and rules.get(site.site) != rule})
         self.is_met = not new
         return new
 
@@ -91,7 +91,7 @@ class Memory:
         """What the bounds add, as predicted: the mean over weights, and what goes on to the layers below."""
         total = 0.0
         for site in self._sites.values():
-            ratio = _ratio(rules.get(site.site), site)
+            ratio = _ratio(rules.get(site.source or site.site), site)
             if ratio is not None and site.claims:
                 total += self._cost([site]) * ratio**2 / 3
         return total

@@ -1,11 +1,16 @@
-"""Noise that goes on to other layers adds up on the way, so there is one amount of it for all sites together."""
+"""Noise that goes on to other layers adds up on the way, so the sites that add to it have an amount in common."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from lowtide.statistics import SiteStatistics
+
+_ROUNDS = 400  # of the search below; its last ones change shares by less than a hundredth
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +35,42 @@ def divide(total: float, parts: Iterable[Part]) -> dict[str, float]:
         total -= shares[part.name]
         size -= part.size
     return shares
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """No more than ``most`` may arrive at one place, of what parts take: ``shares`` of it, by name."""
+
+    shares: Mapping[str, float]
+    most: float
+
+
+def spread(parts: Sequence[Part], limits: Sequence[Limit]) -> dict[str, float]:
+    """What each part may take where several limits count: the amounts that cost the fewest bits in all.
+
+    That is the largest sum of size * log(amount). At the best amounts each is its size over the sum of what its limits
+    charge for a unit of it, and a limit charges something only if it is reached; prices go up where too much arrives
+    and down where less does, until that is so. With one limit for all parts alike it is ``divide``.
+    """
+    factors = _on_host([[limit.shares.get(part.name, 0.0) for part in parts] for limit in limits])
+    most, room = _on_host([part.most for part in parts]), _on_host([limit.most for limit in limits])
+    size = _on_host([max(part.size, 1) for part in parts])
+    size /= size.sum()
+    prices = 1 / room / len(limits)
+
+    def amounts() -> torch.Tensor:
+        return torch.minimum(most, size / (prices @ factors))
+
+    for _ in range(_ROUNDS):
+        prices *= ((factors @ amounts()) / room).clamp(1e-3, 1e3).sqrt()
+    found = amounts()
+    over = (factors @ found / room).clamp(min=1)
+    found /= torch.where(factors > 0, over.unsqueeze(1), 1.0).amax(0)
+    return dict(zip((part.name for part in parts), found.tolist(), strict=True))
+
+
+def _on_host(numbers: list[Any]) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
 
 def by_tensor(sites: Iterable[SiteStatistics]) -> list[list[SiteStatistics]]:

@@ -13,18 +13,18 @@ in place of the worst one, and one objective for every op.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lowtide.bounds import BoundRule
 from lowtide.controllers import Keep, _levels
-from lowtide.controllers._adaptive import Adaptive
+from lowtide.controllers._adaptive import Adaptive, with_stand_ins
 from lowtide.controllers._memory import Memory
-from lowtide.controllers._sharing import Part, by_tensor, divide
+from lowtide.controllers._sharing import Limit, Part, by_tensor, divide, spread
 from lowtide.errors import BoundError, StateError
 from lowtide.ledger import Ledger
-from lowtide.statistics import BELOW, PROPAGATED, SCALE, Claim, SiteStatistics, Statistics, Wish
+from lowtide.statistics import BELOW, PROPAGATED, SCALE, Arrival, Claim, SiteStatistics, Statistics, Wish
 
 __all__ = ["Budget"]
 
@@ -42,9 +42,9 @@ class Budget(Adaptive):
 
     - A weight's gradient gets three quarters of it from the values stored by its own layer and by a batch norm that
       reads what the layer made.
-    - ``propagated`` is what all sites together may add to gradients that go on to the layers below (norms, pointwise
-      functions, products); ``noise`` if it is None. It adds up on the way down, so that the lowest layer sees all of
-      it and the others a part.
+    - ``propagated`` is the most that may arrive at a weight of what all sites add to gradients that go on to the layers
+      below (norms, pointwise functions, products); ``noise`` if it is None. It adds up on the way down, and becomes a
+      smaller share where gradients meet (lowtide.capture.flow). In the mean over weights a quarter of it may arrive.
     - Attention's queries, keys, values and outputs may add the remaining quarter to the gradients of queries, keys and
       values, and so to that of the weight that makes them.
     - ``scale`` is the share for the scales of norms, which are few and carry little of the gradient; ten times
@@ -96,7 +96,7 @@ class Budget(Adaptive):
         return early or step % self.period == 0
 
     def _wish(self) -> Wish:
-        return Wish(noise=True, spread=True)
+        return Wish(noise=True, spread=True, flow=self.memory is None)
 
     def _start(self, family: str) -> BoundRule:
         return self._assumed(family) if family == "log_probability" else self._first
@@ -105,7 +105,7 @@ class Budget(Adaptive):
         if self.memory is not None:
             return None
         if claim.kind == SCALE:
-            return 10 * self.noise if self.scale is None else self.scale
+            return self._share_of_scales
         return 0.75 * self.noise
 
     def step(self, number: int, statistics: Statistics | None, ledger: Ledger) -> bool:
@@ -115,7 +115,7 @@ class Budget(Adaptive):
         sites = self._last.sites.values()
         rules = {site.site: self._rules.get(site.site) or self._start(site.family) for site in sites}
         new = self._memory.fit(ledger, rules, number)
-        self._rules.update(new)
+        self._rules.update(with_stand_ins(new, sites))
         if self._memory.is_met and not self._told:
             self._told = True
             self._safety.note(
@@ -132,15 +132,15 @@ class Budget(Adaptive):
         groups = by_tensor(statistics.sites.values())
         parts_of_weights = self._divide_weights(groups)
         own = [self._own_limit(group, parts_of_weights) for group in groups]
-        reach = [
-            sum(claim.gain for site in group for claim in site.claims if _goes_on(site, claim)) for group in groups
-        ]
+        going = [_going_on(group) for group in groups]
+        reach = [sum(gains.values()) for gains in going]
         parts = [
             Part(group[0].site, limit * gain, round(group[0].numel * group[0].governed))
             for group, limit, gain in zip(groups, own, reach, strict=True)
             if gain > 0
         ]
-        shares = divide(self.noise if self.propagated is None else self.propagated, parts)
+        mixed = {group[0].site: gains for group, gains in zip(groups, going, strict=True)}
+        shares = self._divide_propagated(parts, mixed, statistics.arrivals)
         rules: dict[str, BoundRule | Keep] = {}
         for group, limit, gain in zip(groups, own, reach, strict=True):
             if gain > 0:
@@ -150,6 +150,38 @@ class Budget(Adaptive):
             if rule is not None:
                 rules.update(dict.fromkeys((site.site for site in group), rule))
         return rules
+
+    def _divide_propagated(
+        self, parts: list[Part], going: Mapping[str, Mapping[str, float]], arrivals: Sequence[Arrival]
+    ) -> dict[str, float]:
+        """What each stored tensor may add to gradients that go on. ``going``: by tensor, the gains of its sites.
+
+        At no parameter more may arrive than ``propagated`` (the scales of norms: their share), and in the mean over the
+        gradient's energy a quarter of it, so that it is ``noise`` together with what weights have of their own inputs;
+        or more if so much arrives where all sites divide the whole, as they do where layers follow one another.
+        """
+        total = self.noise if self.propagated is None else self.propagated
+        alone = divide(total, parts)
+        if not arrivals or not parts:
+            return alone
+        limits = [
+            Limit(_mix(arrival.shares, going), self._share_of_scales if arrival.is_scale else total)
+            for arrival in arrivals
+        ]
+        matrices = [(limit, each.energy) for limit, each in zip(limits, arrivals, strict=True) if not each.is_scale]
+        energy = sum(energy for _, energy in matrices)
+        if energy > 0:
+            mean: dict[str, float] = {}
+            for limit, part in matrices:
+                for name, share in limit.shares.items():
+                    mean[name] = mean.get(name, 0.0) + share * part / energy
+            usual = sum(alone[name] * share for name, share in mean.items() if name in alone)
+            limits.append(Limit(mean, max(total / 4, usual)))
+        return spread(parts, limits)
+
+    @property
+    def _share_of_scales(self) -> float:
+        return 10 * self.noise if self.scale is None else self.scale
 
     def _divide_weights(self, groups: list[list[SiteStatistics]]) -> dict[tuple[str, int], float]:
         """What each site may add to a weight's gradient that several feed: equal parts, but for what one cannot use."""
@@ -236,6 +268,27 @@ class Budget(Adaptive):
             raise StateError("the state and this session do not agree whether there is a memory budget")
         if self._memory is not None:
             self._memory.load_state_dict(state["memory"], self._last.sites.values() if self._last is not None else ())
+
+
+def _going_on(group: Sequence[SiteStatistics]) -> dict[str, float]:
+    """By site, the noise that a unit of variance adds to gradients that go on."""
+    found: dict[str, float] = {}
+    for site in group:
+        for claim in site.claims:
+            if _goes_on(site, claim) and claim.gain > 0:
+                name = site.saved or site.site
+                found[name] = found.get(name, 0.0) + claim.gain
+    return found
+
+
+def _mix(shares: Mapping[str, float], going: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """How much arrives of what a stored tensor adds, of shares by site; all of it where a site's way is not known."""
+    found = {}
+    for name, gains in going.items():
+        whole = sum(gains.values())
+        if whole > 0:
+            found[name] = sum(shares.get(site, 0.0) * gain for site, gain in gains.items()) / whole
+    return found
 
 
 def _goes_on(site: SiteStatistics, claim: Claim) -> bool:

@@ -52,7 +52,8 @@ class DryRun:
         kinds = [type(module) for module in shapes.modules()]
         in_bf16 = conditions.precision == "bf16"
         self.channels_last = kinds.count(nn.Conv2d) > 1 and (conditions.channels_last or in_bf16)
-        self.optimizer = conditions.optimizer or ("adamw" if nn.LayerNorm in kinds else "sgd")
+        wants_adam = not {nn.LayerNorm, nn.Embedding}.isdisjoint(kinds)
+        self.optimizer = conditions.optimizer or ("adamw" if wants_adam else "sgd")
         try:
             if any(isinstance(module, nn.RNNBase) for module in shapes.modules()):
                 raise UnknownSizeError("a recurrent op keeps a workspace whose size only the real op knows")

@@ -201,7 +201,7 @@ class Task:
 
 
 def _make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    if any(isinstance(module, nn.LayerNorm) for module in model.modules()):
+    if any(isinstance(module, nn.LayerNorm | nn.Embedding) for module in model.modules()):
         return torch.optim.AdamW(model.parameters(), 3e-4)
     return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
 

@@ -9,14 +9,14 @@ from types import MappingProxyType
 
 from torch import nn
 
-from lowtide.app.zoo import alexnet, encoder, gpt, lstm, resnet, unet, vgg, vit
+from lowtide.app.zoo import alexnet, encoder, gpt, llama, lstm, resnet, unet, vgg, vit
 from lowtide.app.zoo.entry import ZooEntry
 from lowtide.app.zoo.tasks import Kind, Stem
 from lowtide.errors import UnknownNameError
 
 __all__ = ["Kind", "Stem", "ZooEntry", "build", "describe", "names"]
 
-_FAMILIES = (alexnet, vgg, resnet, vit, gpt, encoder, unet, lstm)
+_FAMILIES = (alexnet, vgg, resnet, vit, gpt, llama, encoder, unet, lstm)
 _ENTRIES: Mapping[str, ZooEntry] = MappingProxyType(
     {entry.name: entry for family in _FAMILIES for entry in family.ENTRIES}
 )

@@ -1,0 +1,168 @@
+"""What becomes of noise on its way down: how much of a share that one site adds arrives at each parameter.
+
+Noise that goes on to the layers below is a share of the gradient that it is added to. An op hands that share on as it
+is; where gradients of several ops meet, as those of a branch and of the stream around it do, each brings its own share
+with the part of the energy that it has. So a share that is large in a branch may be small in the stream.
+
+Nodes are met from below, site by site, while forward runs, and each gets a hook. Backward tells the energies of
+gradients that meet. Nodes go by their numbers: nothing here keeps a graph alive.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.capture.sums import norm
+from lowtide.statistics import Arrival
+
+_LEAF = "AccumulateGrad"
+_CANCELLED = 0.25  # of the sum of energies: gradients that meet are not taken to cancel further
+_NOTHING = 1e-6  # shares of a share that are not worth a word
+
+Place = tuple[int, int]  # a node, and one of its edges; -1 for what arrives at it
+Shares = dict[str, float]
+
+
+class Flow:
+    """The way of gradients through one forward's graph, from the sites down."""
+
+    def __init__(self) -> None:
+        self._above: dict[int, list[Place]] = {}  # by node: who adds to the gradient that arrives at it
+        self._below: dict[int, list[tuple[int, int]]] = {}  # by node: edges, and the nodes that they lead to
+        self._leaves: dict[int, list[tuple[int, bool]]] = {}  # edges that end in a parameter, and whether it is a scale
+        self._noisy: dict[Place, list[str]] = {}
+        self._sites: set[str] = set()
+        self._norms: dict[Place, list[Tensor]] = {}
+        self._is_over = False
+
+    def add(self, site: str, node: Any, edges: Sequence[int]) -> None:
+        """``site`` adds noise to what ``node`` gives back along ``edges``. One forward of a step is enough."""
+        self._is_over = self._is_over or site in self._sites
+        if self._is_over:
+            return
+        self._sites.add(site)
+        for edge in edges:
+            self._noisy.setdefault((node._sequence_nr(), edge), []).append(site)
+        waiting = [node]
+        while waiting:
+            node = waiting.pop()
+            number = node._sequence_nr()
+            if number in self._below:
+                continue
+            self._below[number] = []
+            for edge, (below, _) in enumerate(node.next_functions):
+                if type(below).__name__ == _LEAF:
+                    self._leaves.setdefault(number, []).append((edge, below.variable.dim() < 2))
+                elif below is not None:
+                    other = below._sequence_nr()
+                    self._below[number].append((edge, other))
+                    self._above.setdefault(other, []).append((number, edge))
+                    waiting.append(below)
+            node.register_hook(_Watch(self, number))
+
+    def measure(self, number: int, outgoing: Sequence[Tensor | None], arrived: Sequence[Tensor | None]) -> None:
+        """A node has run: take the norms of what meets others, and of what ends in parameters."""
+        edges = [edge for edge, below in self._below[number] if len(self._above[below]) > 1]
+        edges += [edge for edge, _ in self._leaves.get(number, ())]
+        for edge in edges:
+            self._note((number, edge), outgoing[edge : edge + 1])
+        if len(self._above.get(number, ())) > 1:
+            self._note((number, -1), arrived)
+
+    def _note(self, place: Place, gradients: Sequence[Tensor | None]) -> None:
+        """If backward comes by several times, the last one counts."""
+        self._norms[place] = [norm(each) for each in gradients if each is not None and each.layout is torch.strided]
+
+    def finish(self) -> tuple[list[Tensor], Callable[[Sequence[float]], tuple[Arrival, ...]]]:
+        """Norms to be sent to the host, and what makes something of them there."""
+        places = [place for place, norms in self._norms.items() for _ in norms]
+        norms = [each for norms in self._norms.values() for each in norms]
+        above, leaves, noisy = self._above, self._leaves, self._noisy
+
+        def read(numbers: Sequence[float]) -> tuple[Arrival, ...]:
+            energies: dict[Place, float] = {}
+            for place, number in zip(places, numbers, strict=True):
+                energies[place] = energies.get(place, 0.0) + number * number
+            return _merge(_arrivals(above, leaves, noisy, energies)) if energies else ()
+
+        return norms, read
+
+
+class _Watch:
+    """Runs when backward has run a node."""
+
+    __slots__ = ("_flow", "_number")
+
+    def __init__(self, flow: Flow, number: int) -> None:
+        self._flow, self._number = flow, number
+
+    @torch.no_grad()
+    def __call__(self, grad_inputs: Sequence[Tensor | None], grad_outputs: Sequence[Tensor | None]) -> None:
+        self._flow.measure(self._number, grad_inputs, grad_outputs)
+
+
+def _arrivals(
+    above: Mapping[int, Sequence[Place]],
+    leaves: Mapping[int, Sequence[tuple[int, bool]]],
+    noisy: Mapping[Place, Sequence[str]],
+    energies: Mapping[Place, float],
+) -> Iterator[Arrival]:
+    """What arrives at each parameter. A node has a higher number than those below it."""
+    shares: dict[int, Shares] = {}
+    numbers = {*above, *leaves, *(place[0] for places in above.values() for place in places)}
+    for number in sorted(numbers, reverse=True):
+        parts = [
+            (weight, _given(shares.get(node, {}), noisy.get((node, edge), ())))
+            for weight, (node, edge) in _weights(number, above.get(number, ()), energies)
+        ]
+        shares[number] = parts[0][1] if len(parts) == 1 else _sum(parts)
+        for edge, is_scale in leaves.get(number, ()):
+            energy = energies.get((number, edge))
+            if energy is not None:
+                yield Arrival(_given(shares[number], noisy.get((number, edge), ())), energy, is_scale)
+
+
+def _weights(number: int, places: Sequence[Place], energies: Mapping[Place, float]) -> Iterator[tuple[float, Place]]:
+    """Which part of the energy that arrives at a node each of those above it has brought.
+
+    What gradients have in common counts once, whichever way it took; so where they add up to more than the sum of their
+    energies, that sum is the measure.
+    """
+    if len(places) == 1:
+        yield 1.0, places[0]
+        return
+    brought = [energies.get(place, 0.0) for place in places]
+    total = sum(brought)
+    whole = max(min(energies.get((number, -1), total), total), _CANCELLED * total)
+    for place, energy in zip(places, brought, strict=True):
+        weight = energy / whole if whole > 0 else 0.0
+        yield (weight if math.isfinite(weight) else 1.0), place
+
+
+def _given(shares: Shares, sites: Sequence[str]) -> Shares:
+    """What a node gives on: what arrived at it, and what its own sites add."""
+    return {**shares, **{site: shares.get(site, 0.0) + 1.0 for site in sites}} if sites else shares
+
+
+def _sum(parts: Sequence[tuple[float, Shares]]) -> Shares:
+    found: Shares = {}
+    for weight, shares in parts:
+        for site, share in shares.items():
+            if weight * share > _NOTHING:
+                found[site] = found.get(site, 0.0) + weight * share
+    return found
+
+
+def _merge(arrivals: Iterator[Arrival]) -> tuple[Arrival, ...]:
+    """Parameters at which the same arrives, as one."""
+    found: dict[Any, Arrival] = {}
+    for arrival in arrivals:
+        key = (frozenset(arrival.shares.items()), arrival.is_scale)
+        before = found.get(key)
+        found[key] = arrival if before is None else Arrival(arrival.shares, arrival.energy + before.energy, key[1])
+    return tuple(found.values())
