@@ -1,7 +1,7 @@
 """Does it work with the model that I have? Architectures of transformers, small, each with Lowtide and without.
 
     pip install transformers
-    PYTHONPATH=src python benchmarks/architectures.py [llama,bert,...] [--precision fp32,bf16]
+    PYTHONPATH=src python benchmarks/architectures.py [llama,bert,...] [--precision fp32,bf16] [--layers 8]
 
 Every architecture is built from its configuration, with few layers and random weights that are half as large again as
 it wants them, so that attention is not flat; nothing is downloaded. On one batch, with weights that do not change:
@@ -116,14 +116,20 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def build(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A model in training, with larger weights than it begins with, and a batch with labels."""
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers")  # what configurations call their number
+
+
+def build(name: str, layers: int = 0) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model in training, with larger weights than it begins with, and a batch with labels; ``layers``: if not 0."""
     import transformers
 
     transformers.logging.set_verbosity_error()
     head, _, size = ARCHITECTURES[name][0].partition(" ")
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(name, **copy.deepcopy(ARCHITECTURES[name][1]))
+    wanted = copy.deepcopy(ARCHITECTURES[name][1])
+    if layers:
+        wanted |= {key: layers for key in _LAYERS if key in wanted}
+    config = transformers.AutoConfig.for_model(name, **wanted)
     if "For" in head:
         model: nn.Module = getattr(transformers, head)(config)
     else:
@@ -153,8 +159,8 @@ def _batch(head: str, size: int) -> dict[str, Tensor]:
 class Bench:
     """A model whose weights and buffers do not change from step to step, and the same random numbers in each."""
 
-    def __init__(self, name: str, precision: str) -> None:
-        self.model, self._batch = build(name)
+    def __init__(self, name: str, precision: str, layers: int = 0) -> None:
+        self.model, self._batch = build(name, layers)
         self._is_cast = precision == "bf16"
         self._state = copy.deepcopy(self.model.state_dict())
 
@@ -168,8 +174,8 @@ class Bench:
         return {name: part.grad.clone() for name, part in self.model.named_parameters() if part.grad is not None}
 
 
-def measure(name: str, precision: str, steps: int) -> Iterator[dict[str, Any]]:
-    bench = Bench(name, precision)
+def measure(name: str, precision: str, steps: int, layers: int = 0) -> Iterator[dict[str, Any]]:
+    bench = Bench(name, precision, layers)
     yield {"parameters": sum(part.numel() for part in bench.model.parameters())}
     plain = bench.gradients()
     yield {"repeats": are_equal(plain, bench.gradients())}
@@ -213,6 +219,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("architectures", nargs="?", default=",".join(ARCHITECTURES), metavar="NAMES", help="(default: all)")
     add("--precision", default="fp32,bf16", help="of fp32, bf16 (autocast) (default: %(default)s)")
+    add("--layers", type=int, default=0, help="of architectures that say how many (default: two, as a rule)")
     add("--steps", type=int, default=18, help="in which bounds set themselves (default: %(default)s)")
     arguments.add_output(parser, out="benchmarks/results/architectures.csv")
 
@@ -236,6 +243,9 @@ def choose(options: argparse.Namespace) -> tuple[list[str], list[str], str]:
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     arguments.require_positive(options, "steps")
     names, precisions, version = choose(options)
+    flat = [name for name in names if options.layers and not any(key in ARCHITECTURES[name][1] for key in _LAYERS)]
+    if flat:
+        raise UsageError(f"{', '.join(flat)}: configured by other words than a number of layers; leave --layers out")
     out = ResultFile(arguments.find_out(options), COLUMNS).begin()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
@@ -243,8 +253,9 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for name in names:
         for precision in precisions:
-            found = attempt(measure(name, precision, options.steps), options)
-            row = {**shared, "date": now(), "architecture": name, "precision": precision, **found}
+            found = attempt(measure(name, precision, options.steps, options.layers), options)
+            called = f"{name}, {options.layers} layers" if options.layers else name
+            row = {**shared, "date": now(), "architecture": called, "precision": precision, **found}
             out.append(row)
             rows.append(row)
             arguments.say(" ".join(_cells(row)))

@@ -53,6 +53,12 @@ def test_names_that_are_not_known(bench):
         bench.run(options(bench, "lama,bert", "--precision", "fp32,fp8", "--out", "-"))
 
 
+def test_a_number_of_layers_is_not_for_all(bench, monkeypatch):
+    monkeypatch.setattr(bench, "choose", lambda options: (options.architectures.split(","), ["fp32"], "0"))
+    with pytest.raises(UsageError, match=r"resnet: configured by other words than a number of layers"):
+        bench.run(options(bench, "llama,resnet", "--layers", "8", "--out", "-"))
+
+
 def test_a_failure_has_a_row(bench):
     row = {"architecture": "a", "precision": "fp32", "ok": False, "error": "TypeError: no"}
     assert bench._cells(row) == ("a", "fp32", "failed", "", "", "TypeError: no")
