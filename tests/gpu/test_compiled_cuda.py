@@ -17,6 +17,7 @@ pytestmark = pytest.mark.gpu
 # Of the zoo: large enough that tensors outweigh what is there anyway.
 SIZES = {
     "resnet18": ({"width": 32, "num_classes": 10}, {"image_size": 64}, 32),
+    "llama": ({"vocab_size": 512, "context": 256, "depth": 4, "width": 256, "heads": 4, "kv_heads": 2}, {}, 8),
     "gpt": ({"vocab_size": 512, "context": 256, "depth": 4, "width": 256, "heads": 4}, {}, 8),
 }
 

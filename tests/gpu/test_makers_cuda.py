@@ -1,4 +1,4 @@
-"""What GELU and layer norms have made is made again on a device: exactly, or as closely as its source was stored.
+"""What GELU, norms of rows and products have made is made again on a device: exactly, or as closely as its source was stored.
 
 What a batch norm has read and what ReLU made of its output are one payload there, too."""
 
@@ -56,24 +56,41 @@ def distance(got: list[Tensor], expected: list[Tensor]) -> float:
     return float((error / sum(float(b.double().square().sum()) for b in expected)) ** 0.5)
 
 
-@pytest.mark.parametrize("name", ["vit_b_16", "gpt"])
-def test_exact(name: str) -> None:
+@pytest.mark.parametrize(("name", "op"), [("vit_b_16", "gelu"), ("gpt", "gelu"), ("llama", "mul")])
+def test_exact(name: str, op: str) -> None:
     plain, _, _ = gradients(name, 4)
     repeated = distance(gradients(name, 4)[0], plain)
     again, codecs, _ = gradients(name, 4, method="exact", remake=True)
-    assert "again by gelu" in codecs.values()
+    assert f"again by {op}" in codecs.values()
     assert distance(again, plain) <= 2 * repeated
 
 
-@pytest.mark.parametrize("name", ["vit_b_16", "gpt"])
-def test_stored(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "ops"), [("vit_b_16", {"gelu", "layer_norm"}), ("gpt", {"gelu", "layer_norm"}), ("llama", {"silu", "mul"})]
+)
+def test_stored(name: str, ops: set[str]) -> None:
     bounds = dict.fromkeys(("linear", "norm", "attention", "product", "pointwise"), "0.2 std")
     plain, _, _ = gradients(name, 16)
     usual, _, before = gradients(name, 16, method="fixed", **bounds)
     again, codecs, after = gradients(name, 16, method="fixed", remake=True, **bounds)
-    assert {"again by gelu", "again by layer_norm"} <= set(codecs.values())
+    assert {f"again by {op}" for op in ops} <= set(codecs.values())
     assert 0 < distance(again, plain) < 1.7 * distance(usual, plain)
     assert after < 0.75 * before
+
+
+def test_an_rms_norm_in_one_op() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.RMSNorm(128), nn.Linear(128, 64)).cuda()
+    x = torch.randn(512, 64, device="cuda")
+    model(x).square().sum().backward()
+    plain = [part.grad.clone() for part in model.parameters()]
+    tide = lowtide.attach(model, "fixed", min_size=0, remake=True, norm="0.05 std")
+    for _ in range(4):
+        model.zero_grad()
+        model(x).square().sum().backward()
+    assert "again by rms_norm" in {entry.codec for entry in tide.ledger.sites.values()}
+    tide.detach()
+    assert 0 < distance([part.grad for part in model.parameters()], plain) < 0.05
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
