@@ -1,4 +1,4 @@
-"""What GELU, norms of rows and products have made is made again on a device: exactly, or as closely as its source was stored.
+"""What GELU, norms of rows and products have made is made again on a device: exactly, or as closely as sources are.
 
 What a batch norm has read and what ReLU made of its output are one payload there, too."""
 
