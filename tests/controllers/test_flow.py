@@ -297,6 +297,12 @@ def test_scales_have_a_share_of_their_own() -> None:
     assert found["a"] == pytest.approx(0.2, rel=0.01) and found["b"] <= 0.01
 
 
+def test_scales_that_carry_much_of_the_gradient_count_in_the_mean() -> None:
+    """As those of branches that are scaled down: a tenth of the energy may have a quarter of the noise, times ten."""
+    found = shares(0.04, Arrival({"a": 1.0}, 0.1, True), Arrival({}, 0.9), sites=("a",))
+    assert found["a"] == pytest.approx(0.1, rel=0.01)
+
+
 def test_a_tensor_that_several_sites_read_counts_with_what_arrives_of_each() -> None:
     """Its variance counts once for a site all of which arrives, and once, three times as large, for one of which a
     hundredth does: (1 + 0.03) / 4 of what both add."""

@@ -168,13 +168,12 @@ class Budget(Adaptive):
             Limit(_mix(arrival.shares, going), self._share_of_scales if arrival.is_scale else total)
             for arrival in arrivals
         ]
-        matrices = [(limit, each.energy) for limit, each in zip(limits, arrivals, strict=True) if not each.is_scale]
-        energy = sum(energy for _, energy in matrices)
+        energy = sum(arrival.energy for arrival in arrivals)
         if energy > 0:
             mean: dict[str, float] = {}
-            for limit, part in matrices:
+            for limit, arrival in zip(limits, arrivals, strict=True):
                 for name, share in limit.shares.items():
-                    mean[name] = mean.get(name, 0.0) + share * part / energy
+                    mean[name] = mean.get(name, 0.0) + share * arrival.energy / energy
             usual = sum(alone[name] * share for name, share in mean.items() if name in alone)
             limits.append(Limit(mean, max(total / 4, usual)))
         return spread(parts, limits)
