@@ -72,6 +72,8 @@ def find(tensor: Tensor, *, sharded: bool = False) -> Maker | None:
 
     ``sharded``: weights may be without their memory when the tensor is asked for, since that is another layer's turn.
     """
+    if type(tensor.grad_fn).__name__ not in _KNOWN:  # most tensors: the rest is not worth a look
+        return None
     walk = Walk(_is_handle, _is_owned, _is_intact)
     formula = walk.behind(tensor.grad_fn)
     return make(formula, walk.sources, walk.parts, tensor, sharded=sharded) if formula is not None else None
@@ -247,3 +249,4 @@ _READERS: dict[str, Reader] = {
     "FusedRmsNormBackward0": _norm("rms_norm", "", "result1", ""),
     "MulBackward0": _product,
 }
+_KNOWN = frozenset((*_READERS, *_VIEWS, _CAST))
