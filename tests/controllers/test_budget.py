@@ -160,6 +160,44 @@ def test_what_is_made_again_shares_its_sources_bound():
     assert budget._rules["n:native_layer_norm.input"].unit == "std"
 
 
+def test_norms_that_read_one_tensor_share_a_bound():
+    """As in blocks whose branches run side by side; a norm of another kind has spreads of its own."""
+    norm = {"family": "norm", "unit": "std", "leader": "a:native_layer_norm.input"}
+    sites = [
+        site("a:native_layer_norm.input", (Claim(SCALE, 1.0, 1.0),), **norm),
+        site("b:native_layer_norm.input", (Claim(SCALE, 4.0, 1.0),), **norm),
+        site("c:native_group_norm.input", (Claim(SCALE, 16.0, 1.0),), **norm),
+        site("d:addmm.mat1", (Claim(WEIGHT, 8.0, 1.0),), source="b:native_layer_norm.input", unit="std",
+             leader="a:native_layer_norm.input"),
+    ]  # fmt: skip
+    budget = settled(*sites)
+    assert budget._rules["a:native_layer_norm.input"] is budget._rules["b:native_layer_norm.input"]
+    assert value(budget, "a:native_layer_norm.input") == level(math.sqrt(3 * 0.0075 / 8))
+    assert value(budget, "c:native_group_norm.input") == pytest.approx(math.sqrt(3 * 0.1 / 16), rel=0.2)
+
+
+def test_two_norms_of_one_tensor_are_one_payload():
+    class Parallel(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.one, self.two = nn.Linear(32, 32), nn.LayerNorm(32), nn.LayerNorm(32)
+            self.first, self.second = nn.Linear(32, 64), nn.Linear(32, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.stem(x)
+            return self.first(self.one(x)).sin() + 9 * self.second(self.two(x)).cos()
+
+    model, x = Parallel(), torch.randn(64, 32)
+    tide = lowtide.attach(model, "budget", min_size=0, coder="blocks", period=4)
+    for _ in range(12):
+        model.zero_grad()
+        model(x).square().sum().backward()
+        tide.step()
+    held = {name: entry.held_nbytes for name, entry in tide.ledger.sites.items() if "native_layer_norm.input" in name}
+    tide.detach()
+    assert held["one:native_layer_norm.input"] > 0 and held["two:native_layer_norm.input"] == 0
+
+
 def test_what_propagates_is_one_amount_for_all():
     """noise = 0.01 for two sites of equal size, gains of 0.5 and 0.02: v = 0.005 / 0.5 and 0.005 / 0.02."""
     sites = [

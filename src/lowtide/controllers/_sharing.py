@@ -76,11 +76,13 @@ def _on_host(numbers: list[Any]) -> torch.Tensor:
 def by_tensor(sites: Iterable[SiteStatistics]) -> list[list[SiteStatistics]]:
     """Sites grouped by the tensor that is stored for them, where one bound can serve them all; what is made of it last.
 
-    Log-probabilities have one of their own: what another op reads of them is not their exponential.
+    Norms of one kind that read the same tensor measure the same spreads, other ops and other norms do not.
+    Log-probabilities have a bound of their own: what another op reads of them is not their exponential.
     """
     groups: dict[tuple[str, str], list[SiteStatistics]] = {}
     for site in sites:
-        key = (site.leader, "") if site.unit == "absolute" else (site.source or site.site, site.unit)
+        op = (site.source or site.site).rpartition(":")[2].partition(".")[0]
+        key = (site.leader, "" if site.unit == "absolute" else op)
         if site.family == "log_probability":
             key = (site.site, site.family)
         groups.setdefault(key, []).append(site)
