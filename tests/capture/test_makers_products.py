@@ -160,6 +160,20 @@ def test_a_factor_that_was_changed_is_where_the_way_ends() -> None:
     assert codecs_of(session)["gate"] == "again by mul"  # of the changed one, which is kept
 
 
+def test_a_function_whose_result_was_changed_is_not_run_again() -> None:
+    class Halved(nn.SiLU):
+        def forward(self, x: Tensor) -> Tensor:
+            made = super().forward(x)
+            made.detach().mul_(0.5)
+            return made
+
+    model, x = Gated(Halved()), make_input()
+    plain, _ = gradients(model, x)
+    again, session = gradients(model, x, method="exact", remake=True)
+    assert all(torch.equal(a, b) for a, b in zip(again, plain, strict=True))
+    assert codecs_of(session)["down"] == "again by mul"  # of what was changed, which is kept
+
+
 @pytest.mark.parametrize("shifted", [False, True])
 @pytest.mark.parametrize("act", [nn.SiLU(), nn.GELU("tanh"), nn.Identity()], ids=["silu", "gelu", "bilinear"])
 def test_exact_inputs_give_the_same_bits(act: nn.Module, shifted: bool) -> None:

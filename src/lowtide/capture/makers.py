@@ -203,7 +203,8 @@ def _product(walk: Walk, node: Any, most: int) -> Formula | None:
     inputs, dtypes = [], []
     for place, factor in enumerate(factors):
         maker = node.next_functions[place][0]
-        inner = walk.read(type(maker).__name__, maker, 0) if type(maker).__name__ in _FUNCTIONS else None
+        name = type(maker).__name__
+        inner = walk.read(name, maker, 0) if name in _FUNCTIONS and walk.is_intact(factor) else None
         source = walk.source(factor) if inner is None else inner
         assert source is not None, "looked at above"
         inputs.append(source)
