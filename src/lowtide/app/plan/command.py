@@ -48,7 +48,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--methods", default=f"exact,{DEFAULT_METHOD}", help="beside plain (default: %(default)s); none: no probe")
     add("--precision", default="tf32", help=f"one of {', '.join(workload.PRECISIONS)} (default: %(default)s)")
     add("--channels-last", action="store_true", help="for conv nets (in bf16 they are in any case)")
-    add("--optimizer", help=f"one of {', '.join(OPTIMIZERS)} (default: adamw for models with layer norms, else sgd)")
+    chosen = "adamw for models with layer norms or embeddings, else sgd"
+    add("--optimizer", help=f"one of {', '.join(OPTIMIZERS)} (default: {chosen})")
     add("--device", default="cuda", help="where it will be trained, cuda or cpu (default: %(default)s)")
     add("--layers", type=int, default=10, metavar="N", help="show the N largest sites (default: %(default)s)")
     add("--json", action="store_true", help="print everything as JSON")

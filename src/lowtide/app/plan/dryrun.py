@@ -22,8 +22,8 @@ OPTIMIZERS = {"sgd": 1, "adamw": 2, "none": 0}  # tensors of state for each para
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """How a step is run. As in ``lowtide bench``, conv nets are channels_last in bf16, and models with layer norms have
-    AdamW where no optimizer is named."""
+    """How a step is run. As in ``lowtide bench``, conv nets are channels_last in bf16, and models with layer norms or
+    embeddings have AdamW where no optimizer is named."""
 
     device: str = "cuda"
     precision: str = "tf32"
