@@ -43,8 +43,9 @@ class Budget(Adaptive):
     - A weight's gradient gets three quarters of it from the values stored by its own layer and by a batch norm that
       reads what the layer made.
     - ``propagated`` is the most that may arrive at a weight of what all sites add to gradients that go on to the layers
-      below (norms, pointwise functions, products); ``noise`` if it is None. It adds up on the way down, and becomes a
-      smaller share where gradients meet (lowtide.capture.flow). In the mean over weights a quarter of it may arrive.
+      below (norms, pointwise functions, products); ``noise`` if it is None. It adds up on the way down, and all sites
+      divide it. With ``flow`` (on trial) it is measured how much of it arrives at each weight (lowtide.capture.flow),
+      which is less where gradients meet, and in the mean over weights a quarter of it may arrive.
     - Attention's queries, keys, values and outputs may add the remaining quarter to the gradients of queries, keys and
       values, and so to that of the weight that makes them.
     - ``scale`` is the share for the scales of norms, which are few and carry little of the gradient; ten times
@@ -72,6 +73,7 @@ class Budget(Adaptive):
     memory: str | float | None = None
     period: int = 400
     warm_up: str | None = None
+    flow: bool = False
 
     def __post_init__(self) -> None:
         Adaptive.__post_init__(self)
@@ -96,7 +98,7 @@ class Budget(Adaptive):
         return early or step % self.period == 0
 
     def _wish(self) -> Wish:
-        return Wish(noise=True, spread=True, flow=self.memory is None)
+        return Wish(noise=True, spread=True, flow=self.flow and self.memory is None)
 
     def _start(self, family: str) -> BoundRule:
         return self._assumed(family) if family == "log_probability" else self._first

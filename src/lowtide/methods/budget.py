@@ -36,6 +36,7 @@ class Budget:
     rounding: str = "dither"
     coder: str = "auto"
     pairs: bool | None = None
+    flow: bool = False
 
     @property
     def joins(self) -> bool | None:
