@@ -318,20 +318,19 @@ def total_noise(make: Callable[[], nn.Module], x: Tensor, noise: float, *, blind
     model = make()
     (model(x) - 1).square().sum().backward()
     exact = {name: part.grad.clone() for name, part in model.named_parameters()}
-    with pytest.MonkeyPatch.context():
-        tide = lowtide.attach(model, "budget", min_size=0, noise=noise, coder="blocks", period=16, flow=not blind)
-        errors = dict.fromkeys(exact, 0.0)
-        for step in range(72):
-            model.zero_grad()
-            (model(x) - 1).square().sum().backward()
-            for name, part in model.named_parameters():
-                errors[name] += float((part.grad - exact[name]).square().sum()) / 24 * (step >= 48)
-            tide.step()
-        ratio = tide.ledger.raw_peak / tide.ledger.held_peak
-        held = sum(entry.raw_nbytes for entry in tide.ledger.sites.values()) / sum(
-            entry.held_nbytes for entry in tide.ledger.sites.values()
-        )
-        tide.detach()
+    tide = lowtide.attach(model, "budget", min_size=0, noise=noise, coder="blocks", period=16, flow=not blind)
+    errors = dict.fromkeys(exact, 0.0)
+    for step in range(72):
+        model.zero_grad()
+        (model(x) - 1).square().sum().backward()
+        for name, part in model.named_parameters():
+            errors[name] += float((part.grad - exact[name]).square().sum()) / 24 * (step >= 48)
+        tide.step()
+    ratio = tide.ledger.raw_peak / tide.ledger.held_peak
+    held = sum(entry.raw_nbytes for entry in tide.ledger.sites.values()) / sum(
+        entry.held_nbytes for entry in tide.ledger.sites.values()
+    )
+    tide.detach()
     assert ratio > 1
     energies = {name: float(part.square().sum()) for name, part in exact.items()}
     largest = max(errors[name] / energies[name] for name in exact if exact[name].dim() > 1)
