@@ -4,9 +4,6 @@ Noise that goes on to the layers below is a share of the gradient that it is add
 is; where gradients of several ops meet, as those of a branch and of the stream around it do, each brings its own share
 with the part of the energy that it has. So a share that is large in a branch may be small in the stream.
 
-Attention is an exception. What its softmax hands on to queries and keys is what is left of a gradient after most of it
-has cancelled, and noise does not cancel: they see a larger share than arrived, and so do the weights that make them.
-
 Nodes are met from below, site by site, while forward runs, and each gets a hook. Backward tells the energies of
 gradients that meet. Nodes go by their numbers: nothing here keeps a graph alive.
 """
@@ -14,7 +11,7 @@ gradients that meet. Nodes go by their numbers: nothing here keeps a graph alive
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +23,6 @@ from lowtide.statistics import Arrival
 _LEAF = "AccumulateGrad"
 _CANCELLED = 0.25  # of the sum of energies: gradients that meet are not taken to cancel further
 _NOTHING = 1e-6  # shares of a share that are not worth a word
-_SHARPENED = 16.0  # how much larger shares are below attention, until its branch ends
 
 Place = tuple[int, int]  # a node, and one of its edges; -1 for what arrives at it
 Shares = dict[str, float]
@@ -40,7 +36,6 @@ class Flow:
         self._below: dict[int, list[tuple[int, int]]] = {}  # by node: edges, and the nodes that they lead to
         self._leaves: dict[int, list[tuple[int, bool]]] = {}  # edges that end in a parameter, and whether it is a scale
         self._noisy: dict[Place, list[str]] = {}
-        self._softmaxes: set[int] = set()
         self._sites: set[str] = set()
         self._norms: dict[Place, list[Tensor]] = {}
         self._is_over = False
@@ -60,8 +55,6 @@ class Flow:
             if number in self._below:
                 continue
             self._below[number] = []
-            if _has_softmax(type(node).__name__):
-                self._softmaxes.add(number)
             for edge, (below, _) in enumerate(node.next_functions):
                 if type(below).__name__ == _LEAF:
                     self._leaves.setdefault(number, []).append((edge, below.variable.dim() < 2))
@@ -89,13 +82,13 @@ class Flow:
         """Norms to be sent to the host, and what makes something of them there."""
         places = [place for place, norms in self._norms.items() for _ in norms]
         norms = [each for norms in self._norms.values() for each in norms]
-        above, leaves, noisy, softmaxes = self._above, self._leaves, self._noisy, self._softmaxes
+        above, leaves, noisy = self._above, self._leaves, self._noisy
 
         def read(numbers: Sequence[float]) -> tuple[Arrival, ...]:
             energies: dict[Place, float] = {}
             for place, number in zip(places, numbers, strict=True):
                 energies[place] = energies.get(place, 0.0) + number * number
-            return _merge(_arrivals(above, leaves, noisy, softmaxes, energies)) if energies else ()
+            return _merge(_arrivals(above, leaves, noisy, energies)) if energies else ()
 
         return norms, read
 
@@ -117,12 +110,10 @@ def _arrivals(
     above: Mapping[int, Sequence[Place]],
     leaves: Mapping[int, Sequence[tuple[int, bool]]],
     noisy: Mapping[Place, Sequence[str]],
-    softmaxes: Set[int],
     energies: Mapping[Place, float],
 ) -> Iterator[Arrival]:
     """What arrives at each parameter. A node has a higher number than those below it."""
     shares: dict[int, Shares] = {}
-    below_softmax: set[int] = set()
     numbers = {*above, *leaves, *(place[0] for places in above.values() for place in places)}
     for number in sorted(numbers, reverse=True):
         parts = [
@@ -130,15 +121,10 @@ def _arrivals(
             for weight, (node, edge) in _weights(number, above.get(number, ()), energies)
         ]
         shares[number] = parts[0][1] if len(parts) == 1 else _sum(parts)
-        places = above.get(number, ())
-        if places and all(node in below_softmax or node in softmaxes for node, _ in places):
-            below_softmax.add(number)
-        factor = _SHARPENED if number in below_softmax else 1.0
         for edge, is_scale in leaves.get(number, ()):
             energy = energies.get((number, edge))
             if energy is not None:
-                sharpened = {site: factor * share for site, share in shares[number].items()}
-                yield Arrival(_given(sharpened, noisy.get((number, edge), ())), energy, is_scale)
+                yield Arrival(_given(shares[number], noisy.get((number, edge), ())), energy, is_scale)
 
 
 def _weights(number: int, places: Sequence[Place], energies: Mapping[Place, float]) -> Iterator[tuple[float, Place]]:
@@ -156,10 +142,6 @@ def _weights(number: int, places: Sequence[Place], energies: Mapping[Place, floa
     for place, energy in zip(places, brought, strict=True):
         weight = energy / whole if whole > 0 else 0.0
         yield (weight if math.isfinite(weight) else 1.0), place
-
-
-def _has_softmax(name: str) -> bool:
-    return "Attention" in name or name.startswith(("Softmax", "SafeSoftmax"))
 
 
 def _given(shares: Shares, sites: Sequence[str]) -> Shares:
