@@ -61,7 +61,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--methods", default="budget", help="budget with other options, as budget(checks=0) (default: %(default)s)")
     add("--window", type=int, default=32, help="steps between two measurements, 8 or more (default: %(default)s)")
     add("--windows", type=int, default=3, help="timed ones (default: %(default)s)")
-    add("--warm", type=int, default=2, help="untimed ones before them, 1 or more (default: %(default)s)")
+    add("--warm", type=int, default=2, help="untimed ones before them, 2 or more (default: %(default)s)")
     add("--batches", type=int, default=8, help="on the device, used in turn (default: %(default)s)")
     add("--channels-last", action="store_true", help="channels_last for conv nets (in bf16 they are in any case)")
     arguments.add_model(parser)
@@ -96,6 +96,10 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     arguments.require_positive(options, "batch", "windows", "warm", "batches")
     if options.window < 8:
         raise specs.UsageError(f"--window has to be at least 8, got {options.window}")
+    if options.warm < 2:
+        raise specs.UsageError(
+            f"--warm has to be at least 2, the first windows are measured within; got {options.warm}"
+        )
     device = arguments.find_device(options)
     precisions = specs.choose("precision", options.precision, workload.PRECISIONS)
     variants = [_with_period(text, options.window) for text in specs.split(options.methods)]

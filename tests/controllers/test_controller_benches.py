@@ -120,10 +120,10 @@ def test_windows_begin_with_a_measurement(tmp_path, monkeypatch):
         return wish
 
     monkeypatch.setattr(Budget, "wants", watch)
-    settings = ("gpt", "--batch", "16", "--window", "8", "--windows", "2", "--warm", "1", "--batches", "2")
+    settings = ("gpt", "--batch", "16", "--window", "8", "--windows", "2", "--warm", "2", "--batches", "2")
     out = tmp_path / "overhead.csv"
     (row,) = bench.run(options(bench, *settings, out=out))
-    assert row["ok"] and [step for step in asked if step >= 8] == [8, 16, 24], "24 is the step after the last window"
+    assert row["ok"] and [step for step in asked if step >= 16] == [16, 24, 32], "32 is the step after the last window"
     assert len(row["places"].split()) == 8 and 0 <= row["moved"] <= row["sites"]
     assert tuple(read(out)[0]) == bench.COLUMNS
     assert len(bench.show([row])) == 1 + 2 + 1
@@ -136,3 +136,5 @@ def test_overhead_is_that_of_method_budget():
             bench.run(options(bench, "gpt", "--methods", method))
     with pytest.raises(UsageError, match="--window has to be at least 8, got 4"):
         bench.run(options(bench, "gpt", "--window", "4"))
+    with pytest.raises(UsageError, match=r"--warm has to be at least 2.*; got 1"):
+        bench.run(options(bench, "gpt", "--warm", "1"))

@@ -205,6 +205,40 @@ def test_gradients_that_nobody_asks_for() -> None:
     assert all(math.isfinite(share) for each in read([float(n) for n in norms]) for share in each.shares.values())
 
 
+class Foreign(Tensor):
+    """As those of tensor-parallel layers: its numbers are not to be had without asking other devices."""
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+        raise AssertionError("nobody is to look at it")
+
+
+def test_what_cannot_be_looked_at_counts_as_if_it_had_brought_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of one branch, or of a weight, is no plain tensor."""
+    monkeypatch.setattr("lowtide.capture.flow._merge", tuple)
+    model, flow = Residual(depth=2), Flow()
+    loss = model(torch.randn(8, 48)).square().sum()
+    norms = nodes_of(loss.grad_fn, "NativeLayerNormBackward0")
+    for n, node in enumerate(norms):
+        flow.add(f"norm{n}", node, [0])
+    flow.add("head", nodes_of(loss.grad_fn, "AddmmBackward0")[-1], [])
+    loss.backward()
+    sent, read = flow.finish()
+    known = read([float(each) for each in sent])
+    above = (norms[1]._sequence_nr(), 0)
+    flow._note(above, [torch.ones(3).as_subclass(Foreign)])
+    sent, read = flow.finish()
+    stem = by_energy(known, {"stem": model.stem.weight})["stem"]
+    assert stem.shares["norm1"] < 0.9
+    found = by_energy(read([float(each) for each in sent]), {"stem": model.stem.weight})["stem"]
+    assert found.shares["norm1"] >= 1.0
+    leaf = next((number, edge) for number, edges in flow._leaves.items() for edge, is_scale in edges if not is_scale)
+    flow._note(leaf, [torch.ones(3).as_subclass(Foreign)])
+    sent, read = flow.finish()
+    arrivals = read([float(each) for each in sent])
+    assert all(math.isfinite(arrival.energy) for arrival in arrivals) and any(not each.energy for each in arrivals)
+
+
 def test_arrivals_are_part_of_the_state() -> None:
     made = Statistics(3, {}, None, False, (Arrival({"a": 0.5}, 2.0, True), Arrival({}, 1.0)))
     assert Statistics.from_state(json.loads(json.dumps(made.to_state()))) == made

@@ -54,13 +54,6 @@ def test_a_bound_stays_while_it_is_less_than_a_level_away():
     assert moves == 0
 
 
-def test_a_bound_moves_by_two_at_most():
-    assert _levels.approach(5.0, 1.0) == 2.0
-    assert _levels.approach(0.1, 1.0) == 0.5
-    assert _levels.approach(1.3, 1.0) == 1.3
-    assert _levels.approach(5.0, None) == 5.0
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_the_variance_is_that_of_the_quantiser(dtype):
     """Uniform within a little less than the bound: a sixteenth less in bfloat16."""

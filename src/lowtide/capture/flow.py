@@ -38,6 +38,7 @@ class Flow:
         self._noisy: dict[Place, list[str]] = {}
         self._sites: set[str] = set()
         self._norms: dict[Place, list[Tensor]] = {}
+        self._unknown: set[Place] = set()  # whose gradients could not be looked at
         self._is_over = False
 
     def add(self, site: str, node: Any, edges: Sequence[int]) -> None:
@@ -75,17 +76,21 @@ class Flow:
             self._note((number, -1), arrived)
 
     def _note(self, place: Place, gradients: Sequence[Tensor | None]) -> None:
-        """If backward comes by several times, the last one counts."""
-        self._norms[place] = [norm(each) for each in gradients if each is not None and each.layout is torch.strided]
+        """If backward comes by several times, the last one counts. Only plain tensors are looked at: those of a
+        tensor-parallel layer lie on several devices."""
+        found = [each for each in gradients if each is not None]
+        is_plain = all(type(each) is Tensor and each.layout is torch.strided for each in found)
+        self._norms[place] = [norm(each) for each in found] if is_plain else []
+        (self._unknown.discard if is_plain else self._unknown.add)(place)
 
     def finish(self) -> tuple[list[Tensor], Callable[[Sequence[float]], tuple[Arrival, ...]]]:
         """Norms to be sent to the host, and what makes something of them there."""
         places = [place for place, norms in self._norms.items() for _ in norms]
         norms = [each for norms in self._norms.values() for each in norms]
-        above, leaves, noisy = self._above, self._leaves, self._noisy
+        above, leaves, noisy, unknown = self._above, self._leaves, self._noisy, self._unknown
 
         def read(numbers: Sequence[float]) -> tuple[Arrival, ...]:
-            energies: dict[Place, float] = {}
+            energies: dict[Place, float] = dict.fromkeys(unknown, math.nan)
             for place, number in zip(places, numbers, strict=True):
                 energies[place] = energies.get(place, 0.0) + number * number
             return _merge(_arrivals(above, leaves, noisy, energies)) if energies else ()
@@ -124,24 +129,25 @@ def _arrivals(
         for edge, is_scale in leaves.get(number, ()):
             energy = energies.get((number, edge))
             if energy is not None:
-                yield Arrival(_given(shares[number], noisy.get((number, edge), ())), energy, is_scale)
+                known = energy if math.isfinite(energy) else 0.0
+                yield Arrival(_given(shares[number], noisy.get((number, edge), ())), known, is_scale)
 
 
 def _weights(number: int, places: Sequence[Place], energies: Mapping[Place, float]) -> Iterator[tuple[float, Place]]:
     """Which part of the energy that arrives at a node each of those above it has brought.
 
     What gradients have in common counts once, whichever way it took; so where they add up to more than the sum of their
-    energies, that sum is the measure.
+    energies, that sum is the measure. Where an energy is not known, each counts as if it had brought everything.
     """
-    if len(places) == 1:
-        yield 1.0, places[0]
-        return
     brought = [energies.get(place, 0.0) for place in places]
     total = sum(brought)
-    whole = max(min(energies.get((number, -1), total), total), _CANCELLED * total)
+    arrived = energies.get((number, -1), total)
+    if len(places) == 1 or not math.isfinite(total + arrived):
+        yield from ((1.0, place) for place in places)
+        return
+    whole = max(min(arrived, total), _CANCELLED * total)
     for place, energy in zip(places, brought, strict=True):
-        weight = energy / whole if whole > 0 else 0.0
-        yield (weight if math.isfinite(weight) else 1.0), place
+        yield (energy / whole if whole > 0 else 0.0), place
 
 
 def _given(shares: Shares, sites: Sequence[str]) -> Shares:

@@ -37,11 +37,6 @@ def settle(value: float, before: float | None, per_octave: int = 4) -> float:
     return 2.0 ** (round(math.log2(value) * per_octave) / per_octave)
 
 
-def approach(target: float, before: float | None, factor: float = 2.0) -> float:
-    """``target``, but at most ``factor`` away from the value before."""
-    return target if before is None else min(max(target, before / factor), before * factor)
-
-
 @cache
 def efficiency(dtype: str) -> float:
     """How much of a bound the quantiser uses: the error is uniform within this multiple of it.

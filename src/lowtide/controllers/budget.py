@@ -33,6 +33,7 @@ _ASSUMED_ATTENTION = 0.05  # the same where errors are exponents: those of score
 _PROBABILITY = 1 / 32  # of the noise: the largest error of a probability, and a limit of a row's added variance
 _NORMAL = 0.01
 _OF_ATTENTION = 1 / 16  # of the noise, for each of the four tensors that attention saves
+_STRIDE = 2.0  # the most by which a bound grows at an update
 _UNKNOWN_BELOW = 0.3  # of the share of a batch norm's scale, where the layer below is not known
 
 
@@ -44,8 +45,8 @@ class Budget(Adaptive):
       reads what the layer made.
     - ``propagated`` is the most that may arrive at a weight of what all sites add to gradients that go on to the layers
       below (norms, pointwise functions, products); ``noise`` if it is None. It adds up on the way down, and all sites
-      divide it. With ``flow`` (on trial) it is measured how much of it arrives at each weight (lowtide.capture.flow),
-      which is less where gradients meet, and in the mean over weights a quarter of it may arrive.
+      divide it. How much of it arrives at each weight is measured (lowtide.capture.flow): less, where gradients meet.
+      In the mean over weights a quarter of it may arrive. Without ``flow`` all of it is taken to arrive everywhere.
     - Attention's queries, keys, values and outputs may add the remaining quarter to the gradients of queries, keys and
       values, and so to that of the weight that makes them.
     - ``scale`` is the share for the scales of norms, which are few and carry little of the gradient; ten times
@@ -56,15 +57,16 @@ class Budget(Adaptive):
     payloads really took. Where the largest bounds there are do not suffice, BudgetError names the smallest budget that
     would.
 
-    Measured in steps 0, 2, 4, 8, ... and then every ``period``. Until a site was measured, and where no formula is
-    known for an op, bounds are cautious multiples of the standard deviation: ``warm_up`` ("0.1 std", with ``memory``
-    "0.4 std"), and 0.1 std (attention of a kind that is not known: 0.05 std) times sqrt(noise / 0.01). Nothing is held
-    exactly just because it is new, so that memory has no spike at the start.
+    Measured in steps 0, 2, 4, 6, 8, 12, 16, 24, ..., twice in an octave (with ``memory`` once, and without ``flow``),
+    and then every ``period``. Until a site was measured, and where no formula is known for an op, bounds are cautious
+    multiples of the standard deviation: ``warm_up`` ("0.1 std", with ``memory`` "0.4 std"), and 0.1 std (attention of a
+    kind that is not known: 0.05 std) times sqrt(noise / 0.01). Nothing is held exactly just because it is new, so that
+    memory has no spike at the start.
 
-    A bound goes half the way (of its logarithm) to what the last statistics ask for, moves by a factor of two at most
-    at each update, and is the nearest power of 2^(1/4), or the one before while that is less than a level away. If the
-    first statistics of a site ask for a finer bound, it gets that at once. Sites that saved the same tensor get one
-    bound, the smallest, so that the tensor is stored once.
+    A bound is the nearest power of 2^(1/4), or the one before while that is less than a level away. Where the last
+    statistics ask for a finer one it is taken at once, since they are of the gradients that come; a coarser one is
+    approached by half the way (of its logarithm) and by a factor of two at most. Sites that saved the same tensor get
+    one bound, the smallest, so that the tensor is stored once.
     """
 
     noise: float = 0.03
@@ -73,7 +75,7 @@ class Budget(Adaptive):
     memory: str | float | None = None
     period: int = 400
     warm_up: str | None = None
-    flow: bool = False
+    flow: bool = True
 
     def __post_init__(self) -> None:
         Adaptive.__post_init__(self)
@@ -94,8 +96,10 @@ class Budget(Adaptive):
         return self.memory is not None
 
     def _is_due(self, step: int) -> bool:
-        early = step < self.period and (step == 0 or (step > 1 and step & (step - 1) == 0))
-        return early or step % self.period == 0
+        """Gradients change fastest in the beginning: twice while the number of steps doubles, with ``memory`` once."""
+        octave = 1 << step.bit_length() >> 1
+        apart = octave if self.memory is not None else octave // 2
+        return step % min(max(apart, 2), self.period) == 0
 
     def _wish(self) -> Wish:
         return Wish(noise=True, spread=True, flow=self.flow and self.memory is None)
@@ -227,17 +231,17 @@ class Budget(Adaptive):
         return min(limits)
 
     def _rule(self, site: SiteStatistics, limit: float) -> BoundRule | Keep | None:
-        """The bound for errors of variance ``limit``, reached step by step."""
+        """The bound for errors of variance ``limit``: a finer one at once, a coarser one step by step."""
         target = _levels.bound_for(limit, site.dtype)
         if target <= 0:
             return None
-        before = self._targets.get(site.site)
-        target = self._targets[site.site] = target if before is None else math.sqrt(before * target)
+        before = self._targets.get(site.site, target)
+        target = self._targets[site.site] = min(target, math.sqrt(before * target))
         now = self.value_at(site)
         rule = self._rules.get(site.site)
         is_level = isinstance(rule, BoundRule) and rule.unit == site.unit
-        if before is not None or now is None or target > now:
-            target = _levels.approach(target, now)
+        if now is not None:
+            target = min(target, _STRIDE * now)
         value = _levels.settle(target, now if is_level else None)
         scale = 1.0 if site.unit == "std" else site.std or 0.0
         if value < _levels.finest(site.dtype) * scale:

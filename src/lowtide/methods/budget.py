@@ -36,7 +36,7 @@ class Budget:
     rounding: str = "dither"
     coder: str = "auto"
     pairs: bool | None = None
-    flow: bool = False
+    flow: bool = True
 
     @property
     def joins(self) -> bool | None:
