@@ -33,6 +33,7 @@ from lowtide import Session, attach
 from lowtide.app.shared import arguments, specs, workload
 from lowtide.app.shared.rows import ENVIRONMENT, ResultFile, describe_environment, now
 from lowtide.app.shared.script import run_script
+from lowtide.app.shared.squares import squares
 from lowtide.app.shared.workload import Task, Workload
 from lowtide.reports.text import table
 
@@ -165,13 +166,6 @@ class Drawn:
 
     def totals(self, energy: float) -> list[float]:
         return [sum(error.values()) / energy for error in self.errors]
-
-
-def squares(one: dict[str, Tensor], other: dict[str, Tensor] | None = None) -> dict[str, float]:
-    """Sums of squares by name, of the difference if there are two; one copy to the host for all."""
-    parts = [part if other is None else part - other[name] for name, part in one.items()]
-    sums = torch.stack([part.double().square().sum() for part in parts]).tolist()
-    return dict(zip(one, sums, strict=True))
 
 
 def rule_sets(tide: Session) -> list[list[dict[str, Any]]]:

@@ -1,13 +1,17 @@
 """Does a noise budget hold while a net is trained? Total gradient noise and ratios, layer by layer, over a run.
 
     PYTHONPATH=src python benchmarks/track.py --data cifar10:PATH --batch 512 --precision bf16 --channels-last
+    PYTHONPATH=src python benchmarks/track.py gpt --data text:PATH --data-set length=128 --precision fp32 --batch 32
     PYTHONPATH=src python benchmarks/track.py --data digits --tiny --device cpu --batch 32 --steps 40 --every 10
 
-Trains as ``lowtide train`` does (docs/train.md): data and augmentation on the device, SGD, one cycle of the learning
-rate, method ``budget`` at its default period. Every ``--every`` steps, with the weights held still, the gradient g of
-the batch that comes next is computed plainly, and g' for several draws of the dither under the bounds in force:
+Trains as ``lowtide train`` does (docs/train.md), with the optimizer and the cycle of the learning rate that it chooses
+for the data and the model, and with method ``budget`` at its default period. Every ``--every`` steps, with the weights
+held still, the gradient g of the batch that comes next is computed plainly, and g' for several draws of the dither
+under the bounds in force:
 - ``noise`` is the mean of |g' - g|^2 / |g|^2 over the draws, all parameters together;
 - ``floor`` is the same for a second plain run: what the device does not repeat;
+- ``weight_mean`` and ``weight_most`` are the mean and the largest of the same for each weight by itself (scales and
+  biases left out), and ``weight`` is the one that saw the most: its share is three quarters of the budget;
 - ``ratio`` is bytes that plain training holds at the end of forward over those that are held.
 Measuring is done on a copy of the model whose session continues from the state of the one in training: running
 statistics, random numbers and the controller of the run do not notice. Rows are appended to a CSV file, and those of
@@ -22,29 +26,31 @@ import math
 import statistics
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowtide import attach
+from lowtide import Session, attach
 from lowtide.app import data, zoo
 from lowtide.app.shared import arguments, specs
 from lowtide.app.shared.rows import ENVIRONMENT, ResultFile, describe_environment, now
 from lowtide.app.shared.script import run_script
+from lowtide.app.shared.squares import squares
 from lowtide.app.train.config import PRECISIONS, Config
 from lowtide.app.train.prepare import understand
-from lowtide.app.train.trainer import Trainer, as_logits, settings
+from lowtide.app.train.trainer import Trainer, settings
 from lowtide.reports.text import table
 
 METHOD = "budget"
-RUN = (*ENVIRONMENT, "model", "options", "data", "batch", "precision", "channels_last", "seed", "steps", "budget")
+RUN = (*ENVIRONMENT, "model", "options", "data", "batch", "precision", "channels_last", "seed", "steps", "budget",
+       "settings")  # fmt: skip
 COLUMNS = (
     *RUN,
     *("draws", "step", "lr", "loss", "noise", "noise_min", "noise_max", "floor", "raw", "held", "ratio", "events"),
-    "elapsed_s",
+    *("elapsed_s", "weight_mean", "weight_most", "weight"),
 )
 SITE_COLUMNS = (*RUN, "step", "site", "module", "need", "codec", "bound", "raw", "held", "ratio")
 
@@ -52,11 +58,19 @@ SITE_COLUMNS = (*RUN, "step", "site", "module", "need", "codec", "bound", "raw",
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", nargs="?", default="resnet18", help="a model of the zoo (default: %(default)s)")
-    add("--data", default="digits", help="digits, cifar10:PATH, or another set of pictures (default: %(default)s)")
+    add("--data", default="digits", help="digits, cifar10:PATH, text:PATH, ... (default: %(default)s)")
+    add(
+        "--data-set", action="append", default=[], metavar="KEY=VALUE",
+        help="an option of the data set, as length=128 (may be repeated)",
+    )  # fmt: skip
     add("--batch", type=int, default=512, help="samples in a batch (default: %(default)s)")
     add("--steps", type=int, default=2000, help="to train (default: %(default)s)")
     add("--every", type=int, default=200, help="steps between two measurements (default: %(default)s)")
     add("--noise", type=float, default=0.01, help="the budget (default: %(default)s)")
+    add(
+        "--budget-set", action="append", default=[], metavar="KEY=VALUE",
+        help="an option of method budget, as flow=false (may be repeated)",
+    )  # fmt: skip
     add("--draws", type=int, default=4, help="of the dither, whose mean counts (default: %(default)s)")
     add("--precision", default="bf16", help=f"one of {', '.join(PRECISIONS[:3])} (default: %(default)s)")
     add("--channels-last", action="store_true", help="memory layout of conv nets")
@@ -71,13 +85,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def prepare(options: argparse.Namespace, device: torch.device) -> Trainer:
     """A run of as many whole epochs as have ``--steps`` steps; the learning rate follows its cycle over all of them."""
     name, path = data.parse(options.data)
-    tiny = {key: value for key, value in zoo.describe(options.model).tiny.items() if key in ("width", "stem")}
+    tiny = {
+        key: value
+        for key, value in zoo.describe(options.model).tiny.items()
+        if key in ("width", "stem", "depth", "heads")
+    }
     given = {**(tiny if options.tiny else {}), **specs.parse_options(options.set)}
     train = {name: getattr(options, name) for name in ("batch", "seed", "precision", "channels_last")}
     config = Config.read({
         "model": {"name": options.model, "options": given},
-        "data": {"name": name, "path": path},
-        "method": {"name": METHOD, "options": {"noise": options.noise}},
+        "data": {"name": name, "path": path, "options": specs.parse_options(options.data_set)},
+        "method": {"name": METHOD, "options": {"noise": options.noise, **specs.parse_options(options.budget_set)}},
         "train": train,
     })  # fmt: skip
     config, found, model = understand(config)
@@ -89,39 +107,48 @@ class Gradients:
     """Gradients of one batch at the weights of a trainer, computed on copies of its model."""
 
     def __init__(self, trainer: Trainer, number: int) -> None:
-        self._trainer = trainer
+        self._trainer, self._seed = trainer, number
         inputs, self._targets = trainer.batches.training(number)
         self._inputs = inputs if trainer.pictures is None else trainer.pictures.training(inputs, number)
 
-    def of(self, model: nn.Module) -> list[Tensor]:
+    def of(self, model: nn.Module, session: Session | None = None) -> dict[str, Tensor]:
+        """Dropout draws the same masks each time. What the loss saves counts, too, where there is a session."""
         train, device = self._trainer.config.train, self._trainer.device
+        torch.manual_seed(self._seed)
         model.zero_grad()
-        with torch.autocast(device.type, torch.bfloat16, enabled=train.precision == "bf16"):
-            output = model(self._inputs)
-        F.cross_entropy(as_logits(output).float(), self._targets, label_smoothing=train.label_smoothing).backward()
-        return [item.grad for item in model.parameters() if item.grad is not None]
+        with nullcontext() if session is None else session.recording():
+            with torch.autocast(device.type, torch.bfloat16, enabled=train.precision == "bf16"):
+                output = model(self._inputs)
+            loss = self._trainer.score(output, self._targets, smoothing=train.label_smoothing)
+        loss.backward()
+        return {name: item.grad for name, item in model.named_parameters() if item.grad is not None}
 
 
-def measure(trainer: Trainer, number: int, draws: int) -> dict[str, float]:
+def measure(trainer: Trainer, number: int, draws: int) -> dict[str, Any]:
     """The noise of step ``number``, which comes next, without taking it."""
     assert trainer.session is not None
     batch, plain, lossy = Gradients(trainer, number), copy.deepcopy(trainer.model), copy.deepcopy(trainer.model)
-    exact = [part.clone() for part in batch.of(plain)]
-    energy = distance(exact)
-    floor = distance(batch.of(plain), exact) / energy
+    exact = {name: part.clone() for name, part in batch.of(plain).items()}
+    energies = squares(exact)
+    energy = sum(energies.values())
+    floor = sum(squares(batch.of(plain), exact).values()) / energy
     # Values do not depend on the coder, and this one has no tables that would have to be fitted first.
     options = {**trainer.config.method.options, "coder": "blocks", "seed": trainer.config.train.seed}
     probe = attach(lossy, METHOD, **options)
     probe.load_state_dict(trainer.session.state_dict())
-    found = [distance(batch.of(lossy), exact) / energy for _ in range(draws)]  # dither differs from pass to pass
+    drawn = [squares(batch.of(lossy, probe), exact) for _ in range(draws)]  # dither differs from pass to pass
     probe.detach()
-    return {"noise": statistics.mean(found), "noise_min": min(found), "noise_max": max(found), "floor": floor}
-
-
-def distance(one: list[Tensor], other: list[Tensor] | None = None) -> float:
-    """Squared, over all parameters; one copy to the host."""
-    parts = one if other is None else [a - b for a, b in zip(one, other, strict=True)]
-    return float(torch.stack([part.double().square().sum() for part in parts]).sum())
+    found = [sum(errors.values()) / energy for errors in drawn]
+    single = {
+        name: statistics.mean(errors[name] for errors in drawn) / energies[name]
+        for name, part in exact.items()
+        if part.dim() > 1 and energies[name] > 0
+    }
+    noisiest = max(single, key=lambda name: single[name])
+    return {
+        "noise": statistics.mean(found), "noise_min": min(found), "noise_max": max(found), "floor": floor,
+        "weight_mean": statistics.mean(single.values()), "weight_most": single[noisiest], "weight": noisiest,
+    }  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -158,6 +185,7 @@ def describe(options: argparse.Namespace, trainer: Trainer, device: torch.device
     row: dict[str, Any] = {name: getattr(options, name) for name in names}
     given = " ".join(f"{key}={value}" for key, value in trainer.config.model.options.items())
     row |= {"options": given, "data": trainer.config.data.name, "budget": options.noise}
+    row["settings"] = " ".join([*options.data_set, *options.budget_set])
     return describe_environment(device, options.revision) | row
 
 
@@ -185,12 +213,12 @@ def show(rows: list[dict[str, Any]]) -> list[str]:
     cells = [
         (
             str(row["step"]), f"{row['lr']:.3g}", f"{row['loss']:.4f}", f"{row['noise']:.3%}",
-            f"{row['noise_min']:.3%} to {row['noise_max']:.3%}", f"{row['floor']:.2g}", f"{row['ratio']:.2f}x",
-            str(row["events"]),
+            f"{row['noise_min']:.3%} to {row['noise_max']:.3%}", f"{row['floor']:.2g}", f"{row['weight_most']:.2%}",
+            f"{row['ratio']:.2f}x", str(row["events"]),
         )
         for row in rows
     ]  # fmt: skip
-    heads = ("step", "lr", "loss", "total noise", "draws", "floor", "held less", "events")
+    heads = ("step", "lr", "loss", "total noise", "draws", "floor", "noisiest weight", "held less", "events")
     noises = [row["noise"] for row in rows]
     found = f"{min(noises):.3%} to {max(noises):.3%}, {statistics.mean(noises):.3%} in the mean"
     return [*table(heads, cells), f"a budget of {rows[0]['budget']:.3%} gave {found}"]

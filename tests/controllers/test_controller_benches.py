@@ -73,6 +73,18 @@ def test_measuring_leaves_no_trace_in_a_run(tmp_path):
     assert len(bench.show(often)) == 2 + 3 + 1
 
 
+def test_a_text_is_followed_and_its_noisiest_weight_named(tmp_path):
+    """Dropout draws the same masks for the exact gradient and for each draw of the dither."""
+    bench, text = load_script("benchmarks/track.py"), tmp_path / "text.txt"
+    text.write_bytes(bytes(range(32, 96)) * 40)
+    settings = ("gpt", "--data", f"text:{text}", "--data-set", "length=16", "--set", "context=16", "--batch", "16")
+    run = ("--steps", "4", "--every", "4", "--draws", "2", "--sites", "-", "--set", "dropout=0.1")
+    (row,) = bench.run(options(bench, *settings, *run, "--budget-set", "flow=false", "--noise", "0.02"))
+    assert row["floor"] == 0 < row["noise_min"] < row["noise_max"] < 0.1
+    assert row["weight"].endswith("weight") and row["weight_mean"] < row["weight_most"]
+    assert row["settings"] == "length=16 flow=false"
+
+
 def test_budgets_met_and_one_that_cannot_be(tmp_path):
     bench, out = load_script("benchmarks/budgets.py"), tmp_path / "budgets.csv"
     rows = bench.run(options(bench, "gpt", "--batch", "16", "--steps", "20", "--budgets", "0.25", out=out))

@@ -128,7 +128,7 @@ def _saved_plainly(trainer: Trainer) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        trainer._score(trainer.model(inputs), targets)
+        trainer.score(trainer.model(inputs), targets)
     for other in (inputs, *trainer.model.parameters(), *trainer.model.buffers()):
         found.pop(other.untyped_storage().data_ptr(), None)
     return sum(tensor.untyped_storage().nbytes() for tensor in found.values())

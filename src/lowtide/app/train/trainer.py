@@ -92,7 +92,7 @@ class Trainer:
             with self._recording(), self.meter.forward(inputs):
                 with self._autocast():
                     output = self._run(inputs)
-                loss = self._score(output, targets, smoothing=self.config.train.label_smoothing)
+                loss = self.score(output, targets, smoothing=self.config.train.label_smoothing)
                 del output
             self.meter.after_forward()
             if timeline is not None:
@@ -114,10 +114,17 @@ class Trainer:
             for inputs, targets in self.batches.testing():
                 logits = self._predict(inputs)
                 right += (logits.argmax(-1) == targets).sum()
-                total += self._score(logits, targets) * targets.numel()
+                total += self.score(logits, targets) * targets.numel()
                 count += targets.numel()
         self.model.train()
         return right.item() / count, total.item() / count
+
+    def score(self, output: Any, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+        """Mean cross-entropy, in float32, of classes or of next tokens."""
+        logits = as_logits(output).float()
+        if self.kind == "tokens":
+            logits, targets = logits.flatten(0, 1), targets.flatten()
+        return F.cross_entropy(logits, targets, label_smoothing=smoothing)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -181,13 +188,6 @@ class Trainer:
             if self.config.augment.test_mirror:  # one after the other: both at once would need twice the memory
                 logits = (logits + as_logits(self._run(given.flip(-1))).float()) / 2
         return logits
-
-    def _score(self, output: Any, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-        """Mean cross-entropy, in float32, of classes or of next tokens."""
-        logits = as_logits(output).float()
-        if self.kind == "tokens":
-            logits, targets = logits.flatten(0, 1), targets.flatten()
-        return F.cross_entropy(logits, targets, label_smoothing=smoothing)
 
     def _update(self) -> None:
         if self.config.train.clip:
