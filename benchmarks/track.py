@@ -66,6 +66,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=int, default=512, help="samples in a batch (default: %(default)s)")
     add("--steps", type=int, default=2000, help="to train (default: %(default)s)")
     add("--every", type=int, default=200, help="steps between two measurements (default: %(default)s)")
+    add("--lr", type=float, help="the largest learning rate (default: what lowtide train chooses)")
     add("--noise", type=float, default=0.01, help="the budget (default: %(default)s)")
     add(
         "--budget-set", action="append", default=[], metavar="KEY=VALUE",
@@ -96,6 +97,7 @@ def prepare(options: argparse.Namespace, device: torch.device) -> Trainer:
         "model": {"name": options.model, "options": given},
         "data": {"name": name, "path": path, "options": specs.parse_options(options.data_set)},
         "method": {"name": METHOD, "options": {"noise": options.noise, **specs.parse_options(options.budget_set)}},
+        "optimizer": {} if options.lr is None else {"lr": options.lr},
         "train": train,
     })  # fmt: skip
     config, found, model = understand(config)
@@ -185,7 +187,8 @@ def describe(options: argparse.Namespace, trainer: Trainer, device: torch.device
     row: dict[str, Any] = {name: getattr(options, name) for name in names}
     given = " ".join(f"{key}={value}" for key, value in trainer.config.model.options.items())
     row |= {"options": given, "data": trainer.config.data.name, "budget": options.noise}
-    row["settings"] = " ".join([*options.data_set, *options.budget_set])
+    rate = [] if options.lr is None else [f"lr={options.lr:g}"]
+    row["settings"] = " ".join([*options.data_set, *options.budget_set, *rate])
     return describe_environment(device, options.revision) | row
 
 
