@@ -31,7 +31,9 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     scores = _scores(query, key, bias, causal, scale)
     sums = scores.logsumexp(-1)
-    return torch.exp(scores - sums[..., None]) @ value, sums
+    out = torch.exp(scores - sums[..., None]) @ value
+    order = sorted(range(4), key=lambda axis: -query.stride(axis))  # it lies in memory as queries do
+    return out.permute(order).contiguous().permute([order.index(axis) for axis in range(4)]), sums
 
 
 def _go_back(

@@ -103,22 +103,47 @@ class Coded:
 
 
 class Remade:
-    """A save that is made again by the ops that made it, from what these have saved themselves."""
+    """A save that is made again by the ops that made it, from what these have saved themselves.
 
-    __slots__ = ("_maker",)
+    What attention made is read twice in a row: by the layer behind it, and by attention's own backward. The second one
+    gets it from the first. ``saves`` is how many share this.
+    """
 
-    def __init__(self, maker: Maker) -> None:
-        self._maker = maker
+    __slots__ = ("_left", "_lent", "_maker", "_saves")
+
+    def __init__(self, maker: Maker, saves: int) -> None:
+        self._maker, self._saves = maker, saves if maker.formula.attention is not None else 1
+        self._left = 0  # asked for that often again, as a rule
+        self._lent: tuple[int, Tensor] | None = None
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether what was given last will be given to somebody else, too."""
+        return self._lent is not None
 
     def restore(self, handle: Handle) -> Tensor:
-        maker, spec = self._maker, handle.spec
+        return layout.restore(self._make(handle.spec), handle.spec)  # another save may have it transposed
+
+    def _make(self, spec: TensorSpec) -> Tensor:
+        stream, lent = stream_of(spec.device), self._lent
+        if lent is not None and lent[0] == stream:
+            self._left -= 1
+            self._lent = lent if self._left else None
+            return lent[1]
+        tensor = self._run(spec)
+        self._left = self._saves - 1
+        self._lent = (stream, tensor) if self._left else None
+        return tensor
+
+    def _run(self, spec: TensorSpec) -> Tensor:
+        maker = self._maker
         sources = [source.restore() for source in maker.sources]
         with Plainly(spec.device.type):
             tensor = maker.run(sources, spec.dtype)
         for source, restored in zip(maker.sources, sources, strict=True):
             if type(source.kept) is Coded:
                 source.kept.lend(restored)  # backward of the op that made this is next, as a rule
-        return layout.restore(tensor, spec)  # another save of the same memory may have it transposed
+        return tensor
 
 
 def _unlike(handle: Handle, tensor: Tensor) -> PayloadError:
@@ -248,8 +273,9 @@ class Pipeline:
         """Hold nothing of a tensor that can be made again."""
         self.coded += 1  # nothing is held of it: that is as good
         reason = f"made of {' and '.join(source.name for source in maker.sources)}"
+        remade = Remade(maker, len(handles))
         for handle in handles:
-            handle.kept = Remade(maker)
+            handle.kept = remade
             self.note(handle, entry, f"again by {maker.op}", reason, "", 0)
 
     def left(self, handle: Handle, left: Left, added: int) -> None:

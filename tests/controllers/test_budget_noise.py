@@ -116,7 +116,8 @@ def test_checks_agree_with_predictions(remake):
     """Every layer checked, each against exact storage of its own input, at every update."""
     session = bounds_after_training("gpt", 0.01, None, checks=100, remake=remake)
     found = {site: figures for site, figures in session.report().noise.items() if figures.measured is not None}
-    assert len(found) == 14, "nine linear layers, five norms"
+    # Nine linear layers, five norms; what two of the layers read is made of queries, keys and values.
+    assert len(found) == (12 if remake else 14)
     ratios = [figures.measured / figures.predicted for figures in found.values()]
     assert 0.85 < sum(ratios) / len(ratios) < 1.15
     # One draw: the error of a norm's scale has 64 entries, that of a weight gradient at least as many
@@ -124,8 +125,8 @@ def test_checks_agree_with_predictions(remake):
     assert session.controller.events() == []
     if remake:
         again = [site for site, entry in session.ledger.sites.items() if entry.codec.startswith("again by")]
-        assert len(again) == 7, "what four norms of blocks, two GELUs and the last norm have made"
-        own = [found[site].predicted / found[site].share for site in again]
+        assert len(again) == 11, "what four norms of blocks, two GELUs, the last norm and, for two each, attention made"
+        own = [found[site].predicted / found[site].share for site in again if site in found]
         assert min(own) > 0.2 and max(own) < 1.3, "a stored tensor's bound is for what is made of it, too"
 
 

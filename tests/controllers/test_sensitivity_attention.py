@@ -196,3 +196,57 @@ def test_sharp_attention_under_budget(kind: str, steps: int) -> None:
     assert held.count("sz") >= 6, held
     energy = sum(float(part.square().sum()) for part in exact)
     assert sum(float((a - b).square().sum()) for a, b in zip(exact, lossy, strict=True)) < 0.06 * energy
+
+
+def backward(saved: dict[str, Tensor], sums: Tensor, gy: Tensor) -> list[Tensor]:
+    """By the book, with the output of these very values; sums are those of forward."""
+    query, key, value = (saved[name] for name in FIELDS[:3])
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    later = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).triu(1)
+    chances = torch.exp((query @ key.mT / query.shape[-1] ** 0.5).masked_fill(later, -torch.inf) - sums[..., None])
+    slope = chances * (gy @ value.mT - (gy * out).sum(-1, keepdim=True)) / query.shape[-1] ** 0.5
+    return [slope @ key, slope.mT @ query, chances.mT @ gy]
+
+
+@pytest.mark.parametrize("sharpness", [1, 4])
+@pytest.mark.parametrize("field", FIELDS[:3])
+def test_where_the_output_is_made_again(field: str, sharpness: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """60 draws. Errors meet no mean of the keys: what those of values do falls to less than a half."""
+    monkeypatch.setattr(attention, "_SAMPLES", 3)
+    torch.manual_seed(0)
+    saved = tensors(sharpness)
+    run = Attention(saved, is_causal=True)
+    sums, grads = run.saved["logsumexp"], run.gradients()
+    exact, spread, shares = backward(saved, sums, run.gy), 0.003, torch.zeros(3, dtype=torch.float64)
+    assert all(torch.allclose(a, b) for a, b in zip(exact, grads[:3], strict=True))
+    for _ in range(60):
+        error = (torch.rand_like(saved[field]) * 2 - 1) * 3**0.5 * spread
+        for n, part in enumerate(backward({**saved, field: saved[field] + error}, sums, run.gy)):
+            shares[n] += float((part - exact[n]).square().sum() / exact[n].square().sum()) / 60 / spread**2
+    measure = attention.measure_attention(run.node, field, again=True)
+    assert measure is not None and attention.measure_attention(run.node, "output", again=True) is None
+    edge = attention.edge_of(run.node)
+    with torch.no_grad():
+        predicted = float(measure(grads, Arrived(run.gy)) / grads[edge].square().sum())
+    assert predicted == pytest.approx(float(shares.max()), rel=0.3)
+    if field == "value":
+        assert predicted < 0.5 * run.predicted(field)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_errors_of_what_is_made_again(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """60 draws of each, against one."""
+    monkeypatch.setattr(attention, "_SAMPLES", 3)
+    torch.manual_seed(0)
+    saved, options = CASES[case]
+    exact = F.scaled_dot_product_attention(*saved.values(), **options)
+    found = attention.slopes(
+        saved, options.get("scale"), is_causal=options.get("is_causal", False), bias=options.get("attn_mask")
+    )
+    for field, slope in zip(FIELDS, found, strict=False):
+        mean = 0.0
+        for _ in range(60):
+            error = (torch.rand_like(saved[field]) * 2 - 1) * 3**0.5 * 0.003
+            other = F.scaled_dot_product_attention(*{**saved, field: saved[field] + error}.values(), **options)
+            mean += float((other - exact).square().mean()) / 60 / 0.003**2
+        assert float(slope) == pytest.approx(mean, rel=0.15), field

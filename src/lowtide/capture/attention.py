@@ -37,6 +37,7 @@ _OPS = frozenset(
     for kind, where in (("flash", ""), ("flash", "_for_cpu"), ("efficient", ""), ("cudnn", ""))
 )
 _FIELDS = ("query", "key", "value", "output")
+_BIASES = ("attn_mask", "attn_bias")
 _ENTRIES = 1 << 21  # scores that are looked at, at most: a few of these are held at a time
 _SAMPLES = 2
 _SEED = 0x5EA0F10DE
@@ -68,13 +69,20 @@ class _Part:
         sums = self._scores(saved["query"], self._spread(saved["key"])).logsumexp(-1, keepdim=True)
         return saved, torch.where(sums.isfinite(), sums, torch.inf)  # where nothing is seen there are no probabilities
 
-    def gradients(self, gy: Tensor, saved: Mapping[str, Tensor], sums: Tensor) -> list[Tensor]:
-        """What backward makes of values that may have errors, together with the sums, which have none."""
+    def gradients(self, gy: Tensor, saved: Mapping[str, Tensor], sums: Tensor, again: bool = False) -> list[Tensor]:
+        """What backward makes of values that may have errors, together with the sums, which have none.
+
+        ``again``: the output is made of these values."""
         query, key, value = saved["query"], self._spread(saved["key"]), self._spread(saved["value"])
         chances = torch.exp(self._scores(query, key) - sums)
-        slope = chances * (gy @ value.mT - (gy * saved["output"]).sum(-1, keepdim=True))
+        output = self.output(saved) if again else saved["output"]
+        slope = chances * (gy @ value.mT - (gy * output).sum(-1, keepdim=True))
         found = [slope @ key * self.scale, slope.mT @ query * self.scale, chances.mT @ gy]
         return [found[0], *(part.unflatten(1, (saved["key"].shape[1], -1)).sum(2) for part in found[1:])]
+
+    def output(self, saved: Mapping[str, Tensor]) -> Tensor:
+        chances = self._scores(saved["query"], self._spread(saved["key"])).softmax(-1)
+        return chances.nan_to_num_(0.0) @ self._spread(saved["value"])  # of rows that see nothing: zero
 
     def _scores(self, query: Tensor, key: Tensor) -> Tensor:
         scores = query @ key.mT * self.scale
@@ -91,8 +99,13 @@ class _Part:
 _RECENT: weakref.WeakValueDictionary[tuple[int, int], _Part] = weakref.WeakValueDictionary()
 
 
-def measure_attention(node: Any, field: str) -> Measure | None:
-    """None where something that the formula needs is not to be had."""
+def measure_attention(node: Any, field: str, *, again: bool = False) -> Measure | None:
+    """None where something that the formula needs is not to be had.
+
+    ``again``: the output is not stored but made of the other three, so that it has no error of its own.
+    """
+    if again and field == "output":
+        return None
     key = threading.get_ident(), node._sequence_nr()
     found = _RECENT.get(key) or _part_of(node)
     if found is None:
@@ -107,14 +120,27 @@ def measure_attention(node: Any, field: str) -> Measure | None:
         x = saved[field]
         gy = arrived.gradient[: x.shape[0], :, part.rows].to(x.dtype)
         spread = _spread_to_try(saved, field, part.scale)
-        errors = torch.empty_like(x).uniform_(-math.sqrt(3), math.sqrt(3), generator=_generator(x.device))
+        errors = _errors(x)
         exact = part.gradients(gy, saved, sums)
-        tried = part.gradients(gy, {**saved, field: torch.addcmul(x, errors, spread)}, sums)
+        tried = part.gradients(gy, {**saved, field: torch.addcmul(x, errors, spread)}, sums, again)
         shares = [square(b - a) / square(a).clamp(min=1e-30) for a, b in zip(exact, tried, strict=True)]
         wanted = [share for share, grad in zip(shares, grads[:3], strict=True) if grad is not None]
         return torch.stack(wanted).amax() / spread.square() * square(outgoing)
 
     return measure
+
+
+def slopes(saved: Mapping[str, Tensor], scale: float | None, *, is_causal: bool, bias: Tensor | None) -> list[Tensor]:
+    """The variance of the output's error for one of variance one in queries, keys and values, tried in turn."""
+    part = _cut(saved, scale, is_causal=is_causal, bias=bias)
+    assert part is not None, "what made an output has made it of something"
+    wide = {field: x.to(working(x)) for field, x in part.saved.items()}
+    exact, found = part.output(wide), []
+    for field, x in wide.items():
+        spread = _spread_to_try(wide, field, part.scale)
+        error = part.output({**wide, field: torch.addcmul(x, _errors(x), spread)}) - exact
+        found.append(square(error) / (error.numel() * spread.square()))
+    return found
 
 
 def measure_softmax(node: Any, y: Tensor) -> Measure:
@@ -143,6 +169,12 @@ def _rows(x: Tensor, dim: int, step: int) -> Tensor:
 
 def _part_of(node: Any) -> _Part | None:
     found: dict[str, Tensor] = {field: getattr(node, f"_saved_{field}").detach() for field in _FIELDS}
+    bias = next((getattr(node, f"_saved_{name}", None) for name in _BIASES if hasattr(node, f"_saved_{name}")), None)
+    return _cut(found, node._saved_scale, is_causal=node._saved_is_causal, bias=bias)
+
+
+def _cut(found: Mapping[str, Tensor], scale: float | None, *, is_causal: bool, bias: Tensor | None) -> _Part | None:
+    """Some rows of some samples; None where tensors are not as the formulas have them."""
     if any(x.is_nested or x.dim() != 4 or not x.numel() for x in found.values()):
         return None
     (batch, heads, length, size), (_, shared, keys, _) = found["query"].shape, found["key"].shape
@@ -152,19 +184,16 @@ def _part_of(node: Any) -> _Part | None:
     rows = slice(None, None, max(1, -(-samples * heads * length * keys // _ENTRIES)))
     cut = {"query": rows, "output": rows}
     part = {field: x[:samples, :, cut.get(field, slice(None))].clone() for field, x in found.items()}
-    scale = node._saved_scale
-    hidden = _hidden(length, keys, rows, found["query"].device) if node._saved_is_causal else None
-    bias = _bias_of(node, samples, rows, length)
+    hidden = _hidden(length, keys, rows, found["query"].device) if is_causal else None
+    bias = _cut_bias(bias, samples, rows, length)
     if bias is not None and bias.dtype == torch.bool:
         hidden, bias = (~bias if hidden is None else hidden | ~bias), None
     return _Part(part, float(scale) if scale is not None else 1 / math.sqrt(size), rows, hidden, bias)
 
 
-def _bias_of(node: Any, samples: int, rows: slice, length: int) -> Tensor | None:
+def _cut_bias(bias: Tensor | None, samples: int, rows: slice, length: int) -> Tensor | None:
     """What is added to scores, or which of them count."""
-    given = (getattr(node, f"_saved_{name}", None) for name in ("attn_mask", "attn_bias"))
-    bias: Tensor | None = next((found for found in given if found is not None and found.numel()), None)
-    if bias is None:
+    if bias is None or not bias.numel():
         return None
     if bias.dim() == 4 and bias.shape[0] > 1:
         bias = bias[:samples]
@@ -184,6 +213,11 @@ def _spread_to_try(saved: Mapping[str, Tensor], field: str, scale: float) -> Ten
         return norm(x).div_(math.sqrt(x.numel())).clamp_(min=1e-20)
     length = norm(other).div_(math.sqrt(other.numel() / other.shape[-1]))
     return math.sqrt(_TRIED) / length.mul_(abs(scale)).clamp_(min=1e-20)
+
+
+def _errors(x: Tensor) -> Tensor:
+    """As dither makes them, of variance one."""
+    return torch.empty_like(x).uniform_(-math.sqrt(3), math.sqrt(3), generator=_generator(x.device))
 
 
 def _generator(device: torch.device) -> torch.Generator:

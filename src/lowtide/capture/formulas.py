@@ -6,6 +6,7 @@
 | layer_norm, rms_norm | a source | statistics of rows, scale, shift | scale^2, of errors in units of a row's spread |
 | mul | a source or a formula | the other factor, which is broadcast | mean square of that factor |
 | mul | two of: a source, gelu or silu of one | | square of the other one |
+| attention | three sources | bias, mask | by trial (``attend.py``) |
 
 Trees are read off an autograd graph (``makers.py``), or off one that a compiler traces, and hold no tensors: sources
 and what is read beside them go by numbers.
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowtide.capture.attend import Attention
 from lowtide.capture.sums import working
 from lowtide.kernels import _normalise
 
@@ -31,8 +33,8 @@ class Formula:
     """An op, and what it was applied to: sources by number, or what other formulas make.
 
     ``dtypes`` are those in which it read its inputs, ``shape`` is the one where changes of shape came in between.
-    ``parts`` are numbers of tensors that it read besides (norms: mean, inverse spread, scale, shift). ``option`` is
-    GELU's approximation.
+    ``parts`` are numbers of tensors that it read besides (norms: mean, inverse spread, scale, shift; attention: bias).
+    ``option`` is GELU's approximation, ``attention`` what that op was told.
     """
 
     op: str
@@ -41,6 +43,7 @@ class Formula:
     parts: tuple[int | None, ...] = ()
     shape: tuple[int, ...] | None = None
     option: str = "none"
+    attention: Attention | None = None
 
     @property
     def is_exact(self) -> bool:
@@ -51,6 +54,9 @@ class Formula:
         """What it makes of ``sources``, as they were stored, in ``dtype``."""
         given = [self._read(place, sources, parts) for place in range(len(self.inputs))]
         beside = [None if number is None else parts[number]() for number in self.parts]
+        if self.attention is not None:
+            query, key, value = given
+            return self.attention.run(query, key, value, beside[0]).to(dtype)
         if self.op in _NORMS:
             mean, inverse_std, scale, shift = beside
             assert inverse_std is not None, "no norm without it"
@@ -72,8 +78,12 @@ class Formula:
     def gains(self, samples: Sequence[Tensor], parts: Parts) -> list[Tensor]:
         """Mean squares of the slopes, source by source: what multiplies the variance of an error on the way.
 
-        ``samples`` are parts of the sources, all of the same places.
+        ``samples`` are parts of the sources, all of the same places; for attention, the sources themselves.
         """
+        if self.attention is not None:
+            bias = None if self.parts[0] is None else parts[self.parts[0]]()
+            query, key, value = (samples[item] for item in self.inputs if isinstance(item, int))
+            return self.attention.gains(query, key, value, bias)
         wide = [sample.to(working(sample)) for sample in samples]
         squares = self._squares(wide, parts)
         return [squares[number].mean() if number in squares else wide[0].new_zeros(()) for number in range(len(wide))]

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import bounds
-from lowtide.capture import identity, sensitivity
+from lowtide.capture import identity, makers, sensitivity
+from lowtide.capture.attention import is_attention
 from lowtide.capture.channels import Channels
 from lowtide.capture.flow import Flow
 from lowtide.capture.handles import Alias, Entry, Handle, Passed
@@ -100,9 +101,10 @@ class Collector:
             return
         with torch.no_grad(), torch.autocast(handle.spec.device.type, enabled=False):
             x = handle.restore()
-            parts = self._parts(node, handle, x)
+            again = is_attention(site.op, site.field) and makers.makes_output(node)
+            parts = self._parts(node, handle, x, is_alone=again)
             below = self._below(node) if "batch_norm" in site.op else None
-            probes = sensitivity.probes(site, need.family, node, x, below)
+            probes = sensitivity.probes(site, need.family, node, x, below, again=again)
             for probe in probes:
                 self._find_weight(node, probe, [record for record, _ in parts])
             if wish.flow:
@@ -116,11 +118,12 @@ class Collector:
             hook.check = check, handle
         node.register_hook(hook)
 
-    def _parts(self, node: Any, handle: Handle, x: Tensor) -> list[Part]:
+    def _parts(self, node: Any, handle: Handle, x: Tensor, *, is_alone: bool) -> list[Part]:
         """The records that a save's gradients count for: its own or, where it is made again of several stored tensors,
-        one for each of these."""
+        one for each of these. ``is_alone``: what attention saved has its own in any case, since it is measured for all
+        that it saved together."""
         maker = handle.entry.maker if handle.entry is not None else None
-        if not isinstance(maker, Maker) or any(source.site is None for source in maker.sources):
+        if is_alone or not isinstance(maker, Maker) or any(source.site is None for source in maker.sources):
             return [(self._record(node, handle, handle, x, ""), None)]  # or its input is nobody's to store: no error
         name, stored = handle.name, [source.restore() for source in maker.sources]
         names = [name, *(f"{name} ({number})" for number in range(2, len(stored) + 1))]

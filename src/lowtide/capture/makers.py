@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lowtide import bounds
+from lowtide.capture import attend
 from lowtide.capture.formulas import Formula
 from lowtide.capture.handles import Alias, Handle, Passed, Recast
 from lowtide.capture.sharding import has_memory
@@ -28,7 +29,8 @@ from lowtide.records import Kind, TensorSpec
 # Changes of shape, and slices: of the whole, or the number of values tells.
 _VIEWS = frozenset(f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Slice", "Alias"))
 _CAST = "ToCopyBackward0"
-_MOST_STEPS = 4  # views and casts on the way to an op
+_TURNS = frozenset(("TransposeBackward0", "PermuteBackward0"))
+_MOST_STEPS = 6  # views and casts on the way to an op
 _MOST_OPS = 4  # one after the other
 
 Owned = Handle | Passed | Recast
@@ -62,6 +64,8 @@ class Maker:
     def gains(self, stored: Sequence[Tensor]) -> list[Tensor]:
         """The mean square of the slope, by source, from what is stored: the variance of an error is multiplied by it
         on the way (norms: of an error in units of its row's spread)."""
+        if self.formula.attention is not None:
+            return self.formula.gains(stored, [part.restore for part in self.parts])
         first = stored[0]
         samples = [bounds.sample(x if x.shape == first.shape else x.view(first.shape), ()) for x in stored]
         return self.formula.gains(samples, [part.restore for part in self.parts])
@@ -83,7 +87,7 @@ def make(
     formula: Formula, sources: Sequence[Handle], parts: Sequence[Owned], tensor: Tensor, *, sharded: bool = False
 ) -> Maker | None:
     """The maker of ``tensor``, by a formula and what it reads; None where values would lie in another order."""
-    if tensor._version or not tensor.is_contiguous() or not all(_is_alike(each.spec, tensor) for each in sources):
+    if tensor._version or not tensor.is_contiguous() or not _fits(formula, [each.spec for each in sources], tensor):
         return None
     if sharded:
         weights = [part for part in parts if type(part) is not Handle]
@@ -93,9 +97,22 @@ def make(
     return Maker(formula, tuple(sources), tuple(parts))
 
 
-def _is_alike(spec: TensorSpec, tensor: Tensor) -> bool:
-    """Whether values of both lie in the same order, one for one."""
-    return spec.numel == tensor.numel() and spec.device == tensor.device and layout.is_contiguous(spec)
+def makes_output(node: Any) -> bool:
+    """Whether the output of ``node``, which is attention, is to be made again of what else it has saved."""
+    output = _saved(node, "output")
+    maker = output.entry.maker if type(output) is Handle and output.entry is not None else None
+    return isinstance(maker, Maker) and maker.formula.attention is not None
+
+
+def _fits(formula: Formula, sources: Sequence[TensorSpec], tensor: Tensor) -> bool:
+    """Whether what it makes has as many values as the tensor, and in the same order: sources lie as the tensor does,
+    value for value."""
+    if formula.attention is not None:
+        return formula.attention.fits(sources, tensor)
+    return all(
+        source.numel == tensor.numel() and source.device == tensor.device and layout.is_contiguous(source)
+        for source in sources
+    )
 
 
 def _is_kept(part: Handle) -> bool:
@@ -127,16 +144,22 @@ class Walk:
         self.parts: list[Any] = []
 
     def behind(self, node: Any, most: int = _MOST_OPS) -> Formula | None:
-        """The formula of what ``node`` gives, or what it is a view or a cast of."""
-        casts = 0
+        """The formula of what ``node`` gives, or what it is a view or a cast of.
+
+        What attention has made may have been turned: it lies in memory as it does behind that, as a rule.
+        """
+        casts, is_turned, result = 0, False, -1  # an op's own saves of what it makes come first: it is not complete yet
         for _ in range(_MOST_STEPS):
             name = type(node).__name__
+            if name in attend.NODES:
+                return self.read(name, node, most) if most == _MOST_OPS and not casts and result == 0 else None
             if name in _READERS:
-                return self.read(name, node, most)
+                return self.read(name, node, most) if not is_turned else None
             casts += name == _CAST
-            if node is None or casts > 1 or (name != _CAST and name not in _VIEWS):
+            is_turned = is_turned or name in _TURNS
+            if node is None or casts > 1 or (name != _CAST and name not in _TURNS and name not in _VIEWS):
                 return None
-            node = node.next_functions[0][0]
+            node, result = node.next_functions[0]
         return None
 
     def read(self, name: str, node: Any, most: int) -> Formula | None:
@@ -188,6 +211,18 @@ def _norm(op: str, mean: str, inverse_std: str, shift: str) -> Reader:
         return Formula(op, (source,), parts=parts)
 
     return read
+
+
+def _attention(walk: Walk, node: Any, most: int) -> Formula | None:
+    saved, output = [_saved(node, field) for field in attend.FIELDS], _saved(node, "output")
+    if not all(map(walk.is_source, saved)) or not (walk.is_source(output) or walk.is_part(output)):
+        return None
+    known = attend.Attention.of(node, saved[0].spec, saved[1].spec, output.spec)
+    bias = next((_saved(node, field) for field in attend.BIASES if hasattr(node, f"_raw_saved_{field}")), None)
+    if known is None or (bias is not None and not walk.is_part(bias)):
+        return None
+    sources = tuple(walk.source(each) for each in saved)
+    return Formula("attention", sources, parts=(walk.part(bias),), attention=known)  # type: ignore[arg-type]
 
 
 def _product(walk: Walk, node: Any, most: int) -> Formula | None:
@@ -249,5 +284,6 @@ _READERS: dict[str, Reader] = {
     "NativeLayerNormBackward0": _norm("layer_norm", "result1", "result2", "bias"),
     "FusedRmsNormBackward0": _norm("rms_norm", "", "result1", ""),
     "MulBackward0": _product,
+    **dict.fromkeys(attend.NODES, _attention),
 }
 _KNOWN = frozenset((*_READERS, *_VIEWS, _CAST))

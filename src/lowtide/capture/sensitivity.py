@@ -70,10 +70,13 @@ class Geometry:
     reuse: float = 1.0
 
 
-def probes(site: Site, family: str, node: Any, x: Tensor, below: Producer | None = None) -> list[Probe]:
+def probes(
+    site: Site, family: str, node: Any, x: Tensor, below: Producer | None = None, *, again: bool = False
+) -> list[Probe]:
     """The gradients that an error in ``x``, which ``node`` saved, reaches; none if no formula is known.
 
-    ``below`` is the layer that made ``x``, if it is known; a batch norm's errors reach its weight.
+    ``below`` is the layer that made ``x``, if it is known; a batch norm's errors reach its weight. ``again``: what
+    attention made is made again.
     A probe holds small tensors and never the node: hooks that hold their own node would keep the graph alive.
     """
     op, field = site.op, site.field
@@ -87,7 +90,7 @@ def probes(site: Site, family: str, node: Any, x: Tensor, below: Producer | None
     if op in _NORMS:
         return _norm(op, node, x, below)
     if attention.is_attention(op, field):
-        measure = attention.measure_attention(node, field)
+        measure = attention.measure_attention(node, field, again=again)
         return [] if measure is None else [Probe(PROPAGATED, attention.edge_of(node), measure)]
     if op in ("softmax", "safe_softmax") and field == "result":
         return [Probe(PROPAGATED, 0, attention.measure_softmax(node, x))]

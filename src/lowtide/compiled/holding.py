@@ -116,9 +116,9 @@ class Group:
             if item is None:
                 item = _Settled(Entry(desk.records.record(tensor), tensor._version), tensor, [])
                 item.entry.raw, item.entry.spec = tensor, handle.spec
-                if number in self._origins:
-                    item.entry.maker = self._maker(number, tensor, handles, tensors[len(saves) :])
                 settled.append(item)
+            if number in self._origins and item.entry.maker is None:
+                item.entry.maker = self._maker(number, tensor, handles, tensors[len(saves) :])
             handle.entry = item.entry
             item.handles.append(handle)
             handles.append(handle)
@@ -218,7 +218,10 @@ class Holder(bytearray):
 
     def restore(self, index: int) -> Tensor:
         """May be asked any number of times, in any order, on any thread, as an unpack hook."""
-        tensor = self._handles[index].restore()
+        handle = self._handles[index]
+        tensor = handle.restore()
+        if getattr(handle.kept, "is_lent", False):
+            return tensor.clone()  # the compiler takes it for its own and may write to it
         return tensor.make() if isinstance(tensor, gates.Gate) else tensor
 
 

@@ -69,6 +69,7 @@ class Memory:
             self._refuse(held / raw, ledger)
         tensors = [self._stored(group, len(groups), rules, ledger) for group in groups]
         chosen = allocate(tensors, _AIM * target - (held - sum(placed.values())))
+        chosen |= _of_views(groups, chosen)
         self._limited = all(chosen[item.name] == item.most == _levels.MOST for item in tensors)
         self._changed = step
         self._is_new = self.is_met = False
@@ -97,9 +98,11 @@ class Memory:
         return total
 
     def _is_placed(self, group: list[SiteStatistics], ledger: Ledger) -> bool:
-        """Whether the tensor's bytes are ours to decide."""
-        first = group[0]
-        return first.family != "log_probability" and bool(_scale(first)) and first.site in ledger.sites
+        """Whether the tensor's bytes are ours to decide: what is made again has none."""
+        first, entry = group[0], ledger.sites.get(group[0].site)
+        if entry is None or first.family == "log_probability" or not _scale(first):
+            return False
+        return bool(first.claims) or entry.codec.split()[0] != "again"
 
     def _share(self, ledger: Ledger) -> float:
         if self._ratio is not None:
@@ -171,6 +174,20 @@ class Memory:
         self._changed, self._limited = int(state["changed"]), bool(state["limited"])
         self.is_met, self._is_new = bool(state["is_met"]), bool(state["is_new"])
         self._over, self._stride = state["over"], float(state["stride"])
+
+
+def _of_views(groups: Iterable[list[SiteStatistics]], chosen: Mapping[str, float | None]) -> dict[str, float | None]:
+    """Queries, keys and values are views of one tensor, as a rule, and keeping one would keep all of it: only where
+    all of them are to be kept they are; else these have the finest bound."""
+    read = [group[0] for group in groups if group[0].family == "attention"]
+    bounded = {_op_of(site) for site in read if chosen[site.site] is not None}
+    return {
+        site.site: _levels.finest(site.dtype) for site in read if chosen[site.site] is None and _op_of(site) in bounded
+    }
+
+
+def _op_of(site: SiteStatistics) -> str:
+    return site.site.rpartition(".")[0]
 
 
 def _parse(target: str | float) -> tuple[float | None, int]:
