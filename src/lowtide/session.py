@@ -241,8 +241,8 @@ class Session:
     def compile(self, *, backend: str = "inductor", **options: Any) -> None:
         """Compile the model in place, as ``model.compile()`` does, with what Lowtide holds inside of the graphs.
 
-        Steps that a controller wants measured run eagerly: with ``budget`` 0, 2, 4, 8, ... and then one in 400. What is
-        held is what an eager forward would hold, in the same form: docs/compile.md. ``detach`` undoes it.
+        Steps that a controller wants measured run eagerly: with ``budget`` 0, 2, 4, 6, 8, 12, ... and then one in 400.
+        What is held is what an eager forward would hold, in the same form: docs/compile.md. ``detach`` undoes it.
 
         Args:
             backend: ``"inductor"``, or ``"aot_eager"``, which traces and divides the graphs without compiling them.
