@@ -19,12 +19,7 @@ from torch import Tensor
 from lowtide.capture import attention, needs
 from lowtide.records import TensorSpec
 
-NODES = tuple(
-    f"ScaledDotProduct{kind}Backward0"
-    for kind in ("FlashAttention", "FlashAttentionForCpu", "EfficientAttention", "CudnnAttention")
-)
 FIELDS = ("query", "key", "value")
-BIASES = ("attn_mask", "attn_bias")
 _LONGEST = 2  # keys for each feature of all heads: running it again is then at most a twelfth of a step's products
 
 

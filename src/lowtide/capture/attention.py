@@ -26,18 +26,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.capture import needs
 from lowtide.capture.graph import saved_dim
 from lowtide.capture.sums import Arrived, norm, square, working
 
 Grads = Sequence[Tensor | None]
 Measure = Callable[[Grads, Arrived], Tensor]
 
-_OPS = frozenset(
-    f"scaled_dot_product_{kind}_attention{where}"
-    for kind, where in (("flash", ""), ("flash", "_for_cpu"), ("efficient", ""), ("cudnn", ""))
+NODES = tuple(
+    f"ScaledDotProduct{kind}Backward0"
+    for kind in ("FlashAttention", "FlashAttentionForCpu", "EfficientAttention", "CudnnAttention")
 )
+_OPS = frozenset(needs.snake(needs.op_of(node)) for node in NODES)
+BIASES = ("attn_mask", "attn_bias")  # the fields of masks and biases
 _FIELDS = ("query", "key", "value", "output")
-_BIASES = ("attn_mask", "attn_bias")
 _ENTRIES = 1 << 21  # scores that are looked at, at most: a few of these are held at a time
 _SAMPLES = 2
 _SEED = 0x5EA0F10DE
@@ -169,7 +171,7 @@ def _rows(x: Tensor, dim: int, step: int) -> Tensor:
 
 def _part_of(node: Any) -> _Part | None:
     found: dict[str, Tensor] = {field: getattr(node, f"_saved_{field}").detach() for field in _FIELDS}
-    bias = next((getattr(node, f"_saved_{name}", None) for name in _BIASES if hasattr(node, f"_saved_{name}")), None)
+    bias = next((getattr(node, f"_saved_{name}", None) for name in BIASES if hasattr(node, f"_saved_{name}")), None)
     return _cut(found, node._saved_scale, is_causal=node._saved_is_causal, bias=bias)
 
 

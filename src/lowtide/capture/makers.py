@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lowtide import bounds
-from lowtide.capture import attend
+from lowtide.capture import attend, attention
 from lowtide.capture.formulas import Formula
 from lowtide.capture.handles import Alias, Handle, Passed, Recast
 from lowtide.capture.sharding import has_memory
@@ -151,7 +151,7 @@ class Walk:
         casts, is_turned, result = 0, False, -1  # an op's own saves of what it makes come first: it is not complete yet
         for _ in range(_MOST_STEPS):
             name = type(node).__name__
-            if name in attend.NODES:
+            if name in attention.NODES:
                 return self.read(name, node, most) if most == _MOST_OPS and not casts and result == 0 else None
             if name in _READERS:
                 return self.read(name, node, most) if not is_turned else None
@@ -218,7 +218,7 @@ def _attention(walk: Walk, node: Any, most: int) -> Formula | None:
     if not all(map(walk.is_source, saved)) or not (walk.is_source(output) or walk.is_part(output)):
         return None
     known = attend.Attention.of(node, saved[0].spec, saved[1].spec, output.spec)
-    bias = next((_saved(node, field) for field in attend.BIASES if hasattr(node, f"_raw_saved_{field}")), None)
+    bias = next((_saved(node, field) for field in attention.BIASES if hasattr(node, f"_raw_saved_{field}")), None)
     if known is None or (bias is not None and not walk.is_part(bias)):
         return None
     sources = tuple(walk.source(each) for each in saved)
@@ -284,6 +284,6 @@ _READERS: dict[str, Reader] = {
     "NativeLayerNormBackward0": _norm("layer_norm", "result1", "result2", "bias"),
     "FusedRmsNormBackward0": _norm("rms_norm", "", "result1", ""),
     "MulBackward0": _product,
-    **dict.fromkeys(attend.NODES, _attention),
+    **dict.fromkeys(attention.NODES, _attention),
 }
 _KNOWN = frozenset((*_READERS, *_VIEWS, _CAST))
