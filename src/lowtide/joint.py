@@ -26,39 +26,48 @@ from lowtide.capture.handles import Entry, Handle
 from lowtide.capture.pairs import Pair
 from lowtide.coding import fold, layout
 from lowtide.kernels import _fold
+from lowtide.kernels._fold import Folding
 from lowtide.ledger import Lease, Ledger
 from lowtide.payloads import Payload, Waiting, stream_of
 from lowtide.policies.rules import Decision
-from lowtide.records import Bound, Kind, Need, Site, TensorSpec
+from lowtide.records import Bound, Kind, Need, Site
 from lowtide.witness import Witness
 
 _PATIENCE = 4  # tensors: a norm's statistics and the indices of a pool may be between the two of a pair
-_WORTH = 512  # values of a channel, at least: its numbers in the table take 20 bytes
+_WORTH = 512  # values of a channel, at least: its numbers in the table take 28 bytes
 _NEED = Need(Kind.VALUES, "the input of a batch norm and what ReLU made of its output", family="norm")
 
 
 class Joint:
     """A folded tensor in its payload, and what unfolds it; shared by all saves of the two tensors.
 
-    Backward asks for what ReLU made, then for its mask, then for the norm's input. The folded tensor is decoded for the
-    second and lent to the third; where it is small among the tensors of the step, it is decoded once for all three.
+    Backward asks for what ReLU made, then for its mask, then for the norm's input. Where a kernel unfolds while it
+    decodes, one run gives the first; another gives what passes the mask and, beside it, the norm's input, which is lent
+    to the third. Elsewhere the folded tensor is decoded for the second and lent to the third; where it is small among
+    the tensors of the step, it is decoded once for all three.
     """
 
-    __slots__ = ("__weakref__", "_lease", "_lent", "_name", "_table", "_waiting", "made_bound", "payload")
+    __slots__ = ("__weakref__", "_lease", "_lent", "_name", "_source", "_table", "_waiting", "made_bound", "payload")
 
     def __init__(self, payload: Payload, table: Tensor, ledger: Ledger, waiting: Waiting, name: str) -> None:
         self.payload, self._table, self._waiting, self._name = payload, table, waiting, name
         self._lease = Lease(ledger, table.nbytes)
-        self._lent: tuple[int, Tensor] | None = None
+        self._lent: tuple[int, Tensor] | None = None  # the folded tensor, and of which stream
+        self._source: tuple[int, Tensor] | None = None  # the norm's input, likewise
         self.made_bound: BoundSource | None = None  # of what ReLU made, if its values are to be had
 
     def source(self, dtype: torch.dtype) -> Tensor:
         """The input of the norm."""
-        return _fold.source(self._folded(lends=False), self._table, dtype)
+        lent, self._source = self._source, None
+        if lent is not None and lent[0] == stream_of(lent[1].device) and lent[1].dtype == dtype:
+            return lent[1]
+        parts = self.payload.unfold(self._table, dtype) if self._lent is None else None
+        return parts[0] if parts is not None else _fold.source(self._folded(lends=False), self._table, dtype)
 
     def made(self, dtype: torch.dtype) -> Tensor:
         """What ReLU made."""
-        return _fold.made(self._folded(lends=None), self._table, dtype)
+        parts = self.payload.unfold(self._table, dtype, made=True)
+        return parts[0] if parts is not None else _fold.made(self._folded(lends=None), self._table, dtype)
 
     def variances(self) -> Tensor:
         """Of the errors of the norm's input, value by value: as multiples of that under its own bound."""
@@ -69,7 +78,11 @@ class Joint:
         return _fold.mask(self._folded(lends=True), dtype)
 
     def gate(self, gradient: Tensor) -> Tensor:
-        """``gradient`` where ReLU was on, and zero elsewhere."""
+        """``gradient`` where ReLU was on, and zero elsewhere; it lies in memory as the tensor did."""
+        parts = self.payload.unfold(self._table, gradient.dtype, gradient=gradient) if self._lent is None else None
+        if parts is not None and parts[1] is not None:
+            self._source = stream_of(gradient.device), parts[0]
+            return parts[1]
         t = self._folded(lends=True)
         if t.stride() != gradient.stride() or t.shape != gradient.shape:
             t = t.as_strided(gradient.shape, gradient.stride(), t.storage_offset())
@@ -192,7 +205,7 @@ class Settler(Protocol):
 
     def measure(self, x: Tensor, decision: Decision, handle: Handle) -> Bound | None: ...
 
-    def encode(self, x: Tensor, decision: Decision, handle: Handle) -> tuple[Payload, int] | None: ...
+    def encode_pair(self, pair: Folding, decision: Decision, handle: Handle) -> tuple[Payload, int] | None: ...
 
     def witness(self, x: Tensor, decision: Decision, bound: Bound | None) -> Witness | None: ...
 
@@ -289,7 +302,7 @@ class Joiner:
         if bound is None or (reader is not None and made_bound is None):
             return None
         table = _fold.table(norm, bound, made_bound, x.dtype)
-        stored = self._store(couple, _fold.fold(x, y, table))
+        stored = self._store(couple, Folding(x, y, table))
         if stored is None:
             return None
         payload, nbytes = stored
@@ -310,13 +323,13 @@ class Joiner:
                 self._hold(handle, couple.made, joint, decision, settler.witness(y, decision, None), 0)
         return [handle for handle, _ in couple.choices if _kind(handle) is Kind.METADATA]
 
-    def _store(self, couple: Couple, folded: Tensor) -> tuple[Payload, int] | None:
+    def _store(self, couple: Couple, pair: Folding) -> tuple[Payload, int] | None:
         """A payload of the folded tensor, which goes by a name of its own."""
         first = couple.pair.source
         assert first.site is not None
-        stand_in = Handle(TensorSpec.of(folded), first.call_path, first.module, is_leaf=False)
+        stand_in = Handle(pair.spec, first.call_path, first.module, is_leaf=False)
         stand_in.site, stand_in.need = _site(first.site), _NEED
-        return self._settler.encode(folded, self._decide(couple, stand_in.name), stand_in)
+        return self._settler.encode_pair(pair, self._decide(couple, stand_in.name), stand_in)
 
     def _decide(self, couple: Couple, name: str) -> Decision:
         """How the folded tensor is stored: the same object for as long as that is so of both tensors."""

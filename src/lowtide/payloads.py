@@ -6,12 +6,13 @@ import math
 import threading
 import weakref
 from collections import deque
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lowtide.codecs import Codec
+from lowtide.kernels._fold import Folding
 from lowtide.kernels._nvrtc import current_stream
 from lowtide.kernels._tickets import Ticket
 from lowtide.ledger import Lease, Ledger
@@ -30,6 +31,11 @@ class Decoder(Protocol):
     def decode(self, payload: Payload, *, mask: bool) -> Tensor: ...
 
     def gate(self, payload: Payload, gradient: Tensor) -> Tensor: ...
+
+    def unfold(self, payload: Payload, table: Tensor, dtype: torch.dtype, **options: Any) -> Unfolded | None: ...
+
+
+Unfolded = tuple[Tensor, Tensor | None]
 
 
 class Payload:
@@ -82,6 +88,25 @@ class Payload:
         gated: Tensor = self.codec.gate(self.fetch(), gradient)  # type: ignore[attr-defined]
         return gated
 
+    def unfold(self, table: Tensor, dtype: torch.dtype, **options: Any) -> Unfolded | None:
+        """One of the two tensors that were folded into this one, as ``SzCuda.unfold`` gives it; None where it has to be
+        decoded first."""
+        if self._witness is not None or not hasattr(self.codec, "unfold"):
+            return None
+        parts = (
+            self.decoder.unfold(self, table, dtype, **options)
+            if self.decoder is not None
+            else self.take_apart(table, dtype, **options)
+        )
+        if parts is not None and self._waiting is not None:
+            self._waiting.watch(parts[0])
+        return parts
+
+    def take_apart(self, table: Tensor, dtype: torch.dtype, **options: Any) -> Unfolded | None:
+        """The same, done here and now."""
+        parts: Unfolded | None = self.codec.unfold(self.fetch(), table, dtype, **options)  # type: ignore[attr-defined]
+        return parts
+
     def restore(self, *, mask: bool) -> Tensor:
         """The tensor, or where it is not zero."""
         encoded = self.fetch()
@@ -105,7 +130,7 @@ class Pending:
         self,
         payload: Payload,
         encoded: Encoded,
-        raw: Tensor,
+        raw: Tensor | Folding,
         memo: Memo | None,
         ticket: Ticket,
         store: Store,
@@ -113,7 +138,7 @@ class Pending:
     ) -> None:
         self._payload = weakref.ref(payload)
         self._encoded: Encoded | None = encoded
-        self._raw: Tensor | None = raw
+        self._raw: Tensor | Folding | None = raw
         self._memo, self._ticket, self._store = memo, ticket, store
         self._plan = memo.plan if memo is not None else None
         self.nbytes, self.device = raw.nbytes, raw.device

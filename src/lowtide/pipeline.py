@@ -23,6 +23,7 @@ from lowtide.errors import PayloadError
 from lowtide.graphs.recording import Recording
 from lowtide.joint import Joiner
 from lowtide.kernels import _tickets
+from lowtide.kernels._fold import Folding
 from lowtide.kernels._packing import packed
 from lowtide.kernels._probabilities import rounded_of_logs
 from lowtide.ledger import Ledger
@@ -338,10 +339,18 @@ class Pipeline:
         handle.kept = Coded(payload, gates=gates, logs=decision.as_probabilities)
         self.note(handle, entry, recipe.name, decision.reason, decision.bound_text, added)
 
-    def encode(self, x: Tensor, decision: Decision, handle: Handle) -> tuple[Payload, int] | None:
-        """A payload of a dense tensor, which goes by the name of ``handle``, and its bytes; None where nothing may
-        wait and the payload's size is not known."""
+    def encode_pair(self, pair: Folding, decision: Decision, handle: Handle) -> tuple[Payload, int] | None:
+        """A payload of what a pair is folded into, which goes by the name of ``handle``, and its bytes; None where
+        nothing may wait and the payload's size is not known."""
         recipe = self._recipe_for(handle, decision, with_mask=False)
+        codec: Any = recipe.codec
+        x: Any = pair  # which looks like a tensor to all but the kernels
+        if not hasattr(codec, "folding"):
+            x = pair.folded()
+        elif self.check:  # what is promised about the folded tensor is looked at, too
+            x, recipe.codec = pair.folded(), codec.folding(None)
+        else:
+            recipe.codec = codec.folding(pair.source.dtype)
         return self._record(x, recipe, handle) if self._is_capturing else self._store(x, recipe, handle)
 
     def measure(self, x: Tensor, decision: Decision, handle: Handle) -> Bound | None:

@@ -37,7 +37,7 @@ def step(model: nn.Module, number: int, bf16: bool) -> None:
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # RMS norm under autocast
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 def test_measured_over_predicted(bf16):
-    """Every layer checked; the mean over layers, one draw each, is near one."""
+    """Every layer checked whose input is stored; the mean over these, one draw each, is near one."""
     model = make_net()
     if bf16:
         model.to(memory_format=torch.channels_last)
@@ -47,7 +47,7 @@ def test_measured_over_predicted(bf16):
         tide.step()
     tide.detach()
     found = {site: item for site, item in tide.report().noise.items() if item.measured is not None}
-    assert len(found) >= 6, found
+    assert len(found) >= 5, found
     ratios = [item.measured / item.predicted for item in found.values()]
     assert 0.75 < sum(ratios) / len(ratios) < 1.3, found
     assert tide.controller.events() == []

@@ -59,7 +59,9 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     twin, launched = kernels.twin, Counter[str]()
 
     def of_sz(kernel: str, *given: Any, **options: Any) -> EmulatedFunction:
-        launched["gate" if options.get("give") == _sz_functions.GATED else kernel] += 1
+        give = options.get("give")
+        is_plain = give in (None, _sz_functions.VALUES, _sz_functions.MASK)
+        launched[kernel if is_plain else "gate" if give == _sz_functions.GATED else "unfold"] += 1
         return emulated(kernel, *given, **options)
 
     def of_pairs(kernel: str, device: int) -> EmulatedFunction:

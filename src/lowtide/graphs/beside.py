@@ -1,7 +1,8 @@
 """Backward's tensors decoded one ahead: while the step's own kernels use one, the next is written beside them.
 
 Which one comes next is seen in the rehearsal of a graph. Whoever asks for another one gets it all the same. What passes
-through a gate (``lowtide.gates``) is not known before, and waits for nothing that is written ahead.
+through a gate (``lowtide.gates``) is not known before, and waits for nothing that is written ahead; nor do pairs, whose
+kernels write what is used at once.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lowtide.kernels._aside import Aside
-from lowtide.payloads import Payload
+from lowtide.payloads import Payload, Unfolded
 
 Ask = tuple[int, bool]  # the number of a payload in the order of saving, and whether only its mask was asked for
 
@@ -38,6 +40,9 @@ class Listener:
 
     def gate(self, payload: Payload, gradient: Tensor) -> Tensor:
         return payload.let_through(gradient)
+
+    def unfold(self, payload: Payload, table: Tensor, dtype: torch.dtype, **options: Any) -> Unfolded | None:
+        return payload.take_apart(table, dtype, **options)
 
 
 class Ahead:
@@ -76,9 +81,17 @@ class Ahead:
         return tensor
 
     def gate(self, payload: Payload, gradient: Tensor) -> Tensor:
-        if not self._ready:  # nothing was written ahead yet: it may be the tensor that was encoded last
-            self._aside.join()
+        self._catch_up()
         return payload.let_through(gradient)
+
+    def unfold(self, payload: Payload, table: Tensor, dtype: torch.dtype, **options: Any) -> Unfolded | None:
+        self._catch_up()
+        return payload.take_apart(table, dtype, **options)
+
+    def _catch_up(self) -> None:
+        """Where nothing was written ahead yet, the tensor that is asked for may be the one that was encoded last."""
+        if not self._ready:
+            self._aside.join()
 
     def _begin(self, place: int) -> None:
         ask = self._order[place] if place < len(self._order) else None

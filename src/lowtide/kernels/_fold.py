@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from functools import lru_cache
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -20,7 +21,46 @@ from lowtide.kernels._packing import inverse
 from lowtide.kernels._sz_jobs import TYPES
 from lowtide.records import Bound, TensorSpec
 
-PROGRAM = _nvrtc.Program.read("fold", "dtypes.cuh", "four.cuh", "fold.cu")
+PROGRAM = _nvrtc.Program.read("fold", "dtypes.cuh", "four.cuh", "folding.cuh", "fold.cu")
+
+
+class Folding:
+    """A pair that is to be coded as one tensor. Where the coder's kernels fold it themselves, that tensor is never in
+    memory; to all others this looks like it, but for its values (``folded``)."""
+
+    __slots__ = ("device", "dtype", "made", "nbytes", "shape", "source", "table")
+
+    def __init__(self, source: Tensor, made: Tensor, table: Tensor) -> None:
+        """``made`` is laid out as ``source``, the input of the norm."""
+        self.source, self.made, self.table = source, made, table
+        self.shape, self.device, self.dtype = source.shape, source.device, table.dtype
+        self.nbytes: int = source.nbytes + made.nbytes
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.source.is_cuda
+
+    @property
+    def spec(self) -> TensorSpec:
+        return TensorSpec.of(cast(Tensor, self))
+
+    def stride(self) -> tuple[int, ...]:
+        return self.source.stride()
+
+    def dim(self) -> int:
+        return self.source.dim()
+
+    def numel(self) -> int:
+        return self.source.numel()
+
+    def parts(self) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
+        """What kernels read, and where they find what is not the first of it."""
+        return (self.source, self.made, self.table), (self.made.data_ptr(), self.table.data_ptr())
+
+    def folded(self) -> Tensor:
+        """Its values."""
+        return fold(self.source, self.made, self.table)
+
 
 _ARGS, _CHANNELS = struct.Struct("<4Q7I4x"), struct.Struct("<7Q2I")
 _THREADS, _UNITS = 256, 2  # of a block; of four values, to a thread: as in fold.cu

@@ -24,17 +24,18 @@ from lowtide.coding import dither, layout
 from lowtide.coding.grid import Grid
 from lowtide.kernels import _rows, _tickets
 from lowtide.kernels._aside import Aside
+from lowtide.kernels._fold import Folding
 from lowtide.kernels._nvrtc import current_stream
-from lowtide.kernels._sz_functions import GATED, MASK, VALUES, missing
+from lowtide.kernels._sz_functions import GATED, MADE, MASK, SOURCE, SOURCE_AND_GATED, VALUES, missing
 from lowtide.kernels._sz_functions import function as _function
-from lowtide.kernels._sz_jobs import TYPES, WARPS, Decoding, Encoding, decoding_of, encoding_of
+from lowtide.kernels._sz_jobs import TYPES, WARPS, Decoding, Encoding, decoding_of, encoding_of, unfolding_of
 from lowtide.kernels._sz_twin import SzTwin
 from lowtide.kernels._workspaces import EAGER, Replay
 from lowtide.kernels._workspaces import SLOTS as _SLOTS
 from lowtide.records import Bound, Encoded, Need, TensorSpec
 
 # What kernels are given (Args in sz_args.cuh), in two parts: the second is the same for all tensors of a place, mostly.
-_FIRST, _SECOND = struct.Struct("<12Q2Q4I2I4i"), struct.Struct("<f5Ii6IIQQ")
+_FIRST, _SECOND = struct.Struct("<12Q2Q4I2I4i"), struct.Struct("<f5Ii6IIQQQQ")
 _NO_DIGITS = (0.0, 0, 0, 0, 0, 0, 0)
 _SLACK = 1 / 48  # of room beyond the last payload of the same place
 _SMALL = 1 << 15  # values; below, the heads of rans outweigh its gain
@@ -42,7 +43,9 @@ _SMALL = 1 << 15  # values; below, the heads of rans outweigh its gain
 
 @dataclass(frozen=True, slots=True)
 class SzCuda(SzTwin):
-    """The twin of one ``Sz``."""
+    """The twin of one ``Sz``. With ``folds`` it takes pairs (``Folding``) of that dtype, too."""
+
+    folds: torch.dtype | None = None
 
     ticketed: ClassVar[bool] = True
     replays: ClassVar[bool] = True
@@ -55,6 +58,10 @@ class SzCuda(SzTwin):
     def accepts(self, dtype: torch.dtype) -> bool:
         return dtype in TYPES and self.codec.accepts(dtype)
 
+    def folding(self, dtype: torch.dtype | None) -> SzCuda:
+        """The same, for pairs of tensors of ``dtype``."""
+        return self if self.folds is dtype else replace(self, folds=dtype)
+
     def fit(
         self, grid: Grid, sample: Tensor, count: int, zero_code: bool | None = None, before: Plan | None = None
     ) -> Plan:
@@ -66,15 +73,18 @@ class SzCuda(SzTwin):
 
         ``replayed``: and what graphs launch. Whoever asks for a kernel before it is there waits for it.
         """
-        wanted = missing(self.codec, spec, plan, replayed=replayed)
+        wanted = missing(self.codec, spec, plan, replayed=replayed, folds=self.folds)
         return [kernel.program.compile_ahead(kernel.expression, kernel.device) for kernel in wanted]
 
     def make_ready(self, plan: Plan, spec: TensorSpec, *, replayed: bool = False) -> None:
         """Wait until it is compiled, and load it: the first launch by ``plan`` then takes no longer than any other."""
         for compiled in self.compile_ahead(plan, spec, replayed=replayed):
             compiled.result()
-        for kernel in missing(self.codec, spec, plan, replayed=replayed):
+        for kernel in missing(self.codec, spec, plan, replayed=replayed, folds=self.folds):
             _function(**kernel._asdict())
+
+    def survey(self, x: Tensor | Folding, grid: Grid, **options: int) -> Tensor:
+        return SzTwin.survey(self, _values(x), grid, **options)
 
     def measure(self, x: Tensor, source: BoundSource, need: Need) -> tuple[Bound, Grid] | None:
         """What ``source`` says of ``x``, and the grid it leads to, in few launches; None where that does not reach."""
@@ -83,7 +93,7 @@ class SzCuda(SzTwin):
 
     def encode(
         self,
-        x: Tensor,
+        x: Tensor | Folding,
         bound: Bound | None = None,
         *,
         seed: int = 0,
@@ -93,15 +103,18 @@ class SzCuda(SzTwin):
         replay: Replay | None = None,
     ) -> Encoded:
         if plan is None:
-            plan = self.plan(x, bound)
+            plan = self.plan(x, bound)  # type: ignore[arg-type]
+        assert self.folds is None or not isinstance(x, Tensor), "who has pairs folded gives pairs"
         ready = plan.ready
-        if ready is None or not ready.suits(x, self.codec):
+        if ready is None or not ready.suits(x, self):
             ready = self._make_ready(x, plan)
         if ready is None:
-            encoded = self.codec.encode(x, seed=seed, plan=plan)
+            encoded = self.codec.encode(_values(x), seed=seed, plan=plan)
             if ticket is not None:
                 ticket.fill_(_words(encoded))
             return encoded
+        if not ready.encoding.is_folded:
+            x = _values(x)
         most = ready.encoding.most
         if capacity is None:
             capacity = most if ticket is not None else self._guess(plan, ready.encoding)
@@ -109,13 +122,13 @@ class SzCuda(SzTwin):
             return self._launch(x, ready, seed, min(capacity, most), ticket, replay)
         return self._wait(x, ready, seed, min(capacity, most))
 
-    def reaches(self, x: Tensor, plan: Plan) -> bool:
+    def reaches(self, x: Tensor | Folding, plan: Plan) -> bool:
         """Whether ``x`` is coded by the kernels, with no look from the host."""
         ready: _Ready | None = plan.ready
-        return (ready is not None and ready.suits(x, self.codec)) or self._make_ready(x, plan) is not None
+        return (ready is not None and ready.suits(x, self)) or self._make_ready(x, plan) is not None
 
-    def _make_ready(self, x: Tensor, plan: Plan) -> _Ready | None:
-        ready = _Ready.of(self.codec, layout.spec_of(x), plan)
+    def _make_ready(self, x: Tensor | Folding, plan: Plan) -> _Ready | None:
+        ready = _Ready.of(self, x.spec if isinstance(x, Folding) else layout.spec_of(x), plan)
         if ready is not None:
             object.__setattr__(plan, "ready", ready)
         return ready
@@ -124,7 +137,7 @@ class SzCuda(SzTwin):
         """Words that will do for most tensors of a place of which nothing is known."""
         return self.room(job.most / 4 if plan.model is None else 1.25 * plan.model.bits / 32 * job.numel)
 
-    def _wait(self, x: Tensor, ready: _Ready, seed: int, capacity: int) -> Encoded:
+    def _wait(self, x: Tensor | Folding, ready: _Ready, seed: int, capacity: int) -> Encoded:
         """A payload of exactly the size it needs, made again with more room until that is enough.
 
         The same values may need some more the next time: which chunks find a slot for what outgrows their stage, and
@@ -144,7 +157,7 @@ class SzCuda(SzTwin):
         """Words to make room for where the last payload of the same place had ``words``."""
         return int(words * (1 + slack)) + 1024
 
-    def settle(self, encoded: Encoded, x: Tensor, status: int, plan: Plan | None = None) -> Encoded:
+    def settle(self, encoded: Encoded, x: Tensor | Folding, status: int, plan: Plan | None = None) -> Encoded:
         """The payload, now that ``status`` words are known to be needed for it; ``plan`` is what it was made by."""
         if status <= _words(encoded):
             return encoded
@@ -152,9 +165,10 @@ class SzCuda(SzTwin):
         return self.encode(x, seed=encoded.meta["seed"], plan=plan, capacity=status)
 
     def _launch(
-        self, x: Tensor, ready: _Ready, seed: int, capacity: int, ticket: Tensor, replay: Replay | None = None
+        self, x: Tensor | Folding, ready: _Ready, seed: int, capacity: int, ticket: Tensor, replay: Replay | None = None
     ) -> Encoded:
         job, index = ready.encoding, ready.index
+        read, pair = ((x,), (0, 0)) if isinstance(x, Tensor) else x.parts()
         words = job.words_from + capacity
         buffer = torch.empty(words, dtype=torch.int32, device=ready.spec.device)
         heads_at = buffer.data_ptr()
@@ -163,21 +177,23 @@ class SzCuda(SzTwin):
         low, high = _keys(seed)
         looking_back = job.blocks if job.headers else 0  # blocks: their chunks lie in order, those of rans need not
         work, spill, epoch = (replay if replay is not None else EAGER).next(x.device, stream, looking_back)
-        inverse_at, promised_at, step_at, centre_at, freqs_at = ready.tables
+        _, _, step_at, centre_at, freqs_at = ready.tables
         arguments = _FIRST.pack(
-            x.data_ptr(), inverse_at, promised_at, step_at, centre_at, freqs_at, words_at, heads_at, headers_at, work,
-            ticket.data_ptr(), spill, job.numel, capacity, job.chunks, low, high, epoch, *job.sizes, _SLOTS,
+            read[0].data_ptr(), *ready.tables, words_at, heads_at, headers_at, work, ticket.data_ptr(), spill,
+            job.numel, capacity, job.chunks, low, high, epoch, *job.sizes, _SLOTS,
         )  # fmt: skip
         function, second, aside = ready.function, ready.second, None
         if replay is not None:
             function = _function(job.kernel, index, *job.template, values=job.values, replayed=True)
-            second = _SECOND.pack(*job.digits, *job.where.numbers, job.whole, replay.number_at, 0)
+            second = _SECOND.pack(*job.digits, *job.where.numbers, job.whole, replay.number_at, *pair, 0)
             aside = replay.aside
             if aside is not None:
                 stream = aside.begin()
+        elif job.is_folded:
+            second = _SECOND.pack(*job.digits, *job.where.numbers, job.whole, 0, *pair, 0)
         function.launch(job.blocks, WARPS * 32, job.shared, arguments + second, stream)
         if aside is not None:
-            aside.hold(x, buffer, *ready.lent)
+            aside.hold(*read, buffer, *ready.lent)
         encoded = Encoded(
             self.codec.name, self.codec.version, ready.spec, {**job.meta, "seed": seed}, _Parts(buffer, ready)
         )
@@ -202,6 +218,25 @@ class SzCuda(SzTwin):
         gated = torch.empty_like(gradient)
         self._restore(encoded, hint, GATED, gated, gradient)
         return gated
+
+    def unfold(
+        self, encoded: Encoded, table: Tensor, dtype: torch.dtype, *, made: bool = False, gradient: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """Of a folded tensor what ReLU ``made``, or the norm's input, and with a ``gradient`` what ReLU lets through of
+        it; the folded tensor itself is not written. None where there is no kernel for it.
+
+        ``gradient`` lies in memory as the tensor did.
+        """
+        hint = self._find(encoded)
+        job = unfolding_of(encoded.spec, encoded.meta, dtype) if hint is not None else None
+        if hint is None or job is None:
+            return None
+        spec = encoded.spec
+        x = torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=spec.device)
+        gated = torch.empty_like(gradient) if gradient is not None else None
+        give = MADE if made else SOURCE if gradient is None else SOURCE_AND_GATED
+        self._restore(encoded, hint, give, x, gradient, job=job, table=table, gated=gated)
+        return x, gated
 
     def _decode(self, encoded: Encoded, *, mask: bool, aside: Aside | None = None) -> Tensor:
         hint = self._find(encoded)
@@ -228,23 +263,31 @@ class SzCuda(SzTwin):
         gradient: Tensor | None = None,
         *,
         aside: Aside | None = None,
+        job: Decoding | None = None,
+        table: Tensor | None = None,
+        gated: Tensor | None = None,
     ) -> None:
-        job, index, replay = hint.job, x.device.index or 0, hint.replay
+        """``job`` if it is another one than that of the payload's own values."""
+        job, index, replay = job or hint.job, x.device.index or 0, hint.replay
         arguments = _FIRST.pack(
             x.data_ptr(), 0, 0, hint.step_at, hint.centre_at, hint.freqs_at, hint.words_at, hint.heads_at,
             hint.headers_at, 0, 0, 0, job.numel, hint.words, job.chunks, hint.low, hint.high, 0, *job.sizes, 0,
         ) + _SECOND.pack(
             *_NO_DIGITS, *job.where.numbers, 0, replay.number_at if replay is not None else 0,
-            gradient.data_ptr() if gradient is not None else 0,
+            *(part.data_ptr() if part is not None else 0 for part in (gradient, table, gated)),
         )  # fmt: skip
         function = _function(
             job.kernel, index, *job.template, values=job.values, give=give, replayed=replay is not None
         )
-        shared = job.shared if give == VALUES else 0
+        shared = job.shared if give == VALUES else 0  # entries of a tensor with one bound are not staged
         stream = aside.begin() if aside is not None else current_stream(index)
         function.launch(min(job.blocks, _processors(index) * 8), WARPS * 32, shared, arguments, stream)
         if aside is not None:
             aside.hold(x, *encoded.tensors.values())
+
+
+def _values(x: Tensor | Folding) -> Tensor:
+    return x if isinstance(x, Tensor) else x.folded()
 
 
 def _room_for(spec: TensorSpec) -> Tensor:
@@ -255,14 +298,14 @@ class _Ready:
     """A plan made ready for tensors of one geometry: jobs, a kernel, the addresses of its tables."""
 
     __slots__ = (
-        *("codec", "decoding", "encoding", "function", "index", "lent", "nbytes", "parts", "second", "spec", "tables"),
+        *("decoding", "encoding", "function", "index", "lent", "nbytes", "parts", "second", "spec", "tables", "twin"),
     )
 
-    def __init__(self, codec: Sz, spec: TensorSpec, plan: Plan, encoding: Encoding, decoding: Decoding) -> None:
-        self.codec, self.spec, self.encoding, self.decoding = codec, spec, encoding, decoding
+    def __init__(self, twin: SzCuda, spec: TensorSpec, plan: Plan, encoding: Encoding, decoding: Decoding) -> None:
+        self.twin, self.spec, self.encoding, self.decoding = twin, spec, encoding, decoding
         self.index = spec.device.index or 0
         self.function = _function(encoding.kernel, self.index, *encoding.template, values=encoding.values)
-        self.second = _SECOND.pack(*encoding.digits, *encoding.where.numbers, encoding.whole, 0, 0)
+        self.second = _SECOND.pack(*encoding.digits, *encoding.where.numbers, encoding.whole, 0, 0, 0, 0)
         self._lay_out(plan.grid, plan.model.freqs if plan.model is not None else None)
 
     def on(self, grid: Grid) -> _Ready:
@@ -283,16 +326,16 @@ class _Ready:
         self.tables = tuple(table.data_ptr() if table is not None else 0 for table in tables)
 
     @classmethod
-    def of(cls, codec: Sz, spec: TensorSpec, plan: Plan) -> _Ready | None:
+    def of(cls, twin: SzCuda, spec: TensorSpec, plan: Plan) -> _Ready | None:
         """None where the kernels do not reach."""
-        encoding = encoding_of(codec, spec, plan)
+        encoding = encoding_of(twin.codec, spec, plan, twin.folds)
         decoding = decoding_of(spec, encoding.meta) if encoding is not None else None
-        return cls(codec, spec, plan, encoding, decoding) if encoding is not None and decoding is not None else None
+        return cls(twin, spec, plan, encoding, decoding) if encoding is not None and decoding is not None else None
 
-    def suits(self, x: Tensor, codec: Sz) -> bool:
+    def suits(self, x: Tensor | Folding, twin: SzCuda) -> bool:
         spec = self.spec
         return (
-            self.codec is codec
+            (self.twin is twin or self.twin == twin)
             and x.shape == spec.shape
             and x.stride() == spec.stride
             and x.dtype is spec.dtype

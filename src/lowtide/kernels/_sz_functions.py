@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
+
 from lowtide.codecs.sz import Plan, Sz
 from lowtide.kernels import _nvrtc
-from lowtide.kernels._sz_jobs import ROUND, Decoding, Encoding, decoding_of, encoding_of
+from lowtide.kernels._sz_jobs import ROUND, Decoding, Encoding, decoding_of, encoding_of, unfolding_of
 from lowtide.records import TensorSpec
 
 PROGRAM = _nvrtc.Program.read(
-    "sz", "dtypes.cuh", "sz_args.cuh", "sz_entries.cuh", "sz_grid.cuh", "sz_exact.cuh", "sz_places.cuh", "sz_rans.cuh",
-    "sz_rans_encode.cu", "sz_rans_decode.cu", "sz_blocks.cu",
+    "sz", "dtypes.cuh", "folding.cuh", "sz_args.cuh", "sz_entries.cuh", "sz_grid.cuh", "sz_fold.cuh", "sz_exact.cuh",
+    "sz_places.cuh", "sz_rans.cuh", "sz_rans_encode.cu", "sz_rans_decode.cu", "sz_blocks.cu",
 )  # fmt: skip
 
 # The same for graphs that are replayed: sz_args.cuh says what is different.
 REPLAYED = _nvrtc.Program("sz_replayed", f"#define REPLAYED true\n{PROGRAM.source}")
 
-VALUES, MASK, GATED = "ONLY_VALUES", "ONLY_MASK", "GATED"  # what a decoder gives, as the kernels name it
+# What a decoder gives, as the kernels name it; the last three of pairs.
+VALUES, MASK, GATED = "ONLY_VALUES", "ONLY_MASK", "GATED"
+MADE, SOURCE, SOURCE_AND_GATED = "MADE", "SOURCE", "SOURCE_AND_GATED"
 
 
 class Kernel(NamedTuple):
@@ -61,15 +65,20 @@ def function(
     return known
 
 
-def missing(codec: Sz, spec: TensorSpec, plan: Plan, *, replayed: bool) -> list[Kernel]:
+def missing(
+    codec: Sz, spec: TensorSpec, plan: Plan, *, replayed: bool, folds: torch.dtype | None = None
+) -> list[Kernel]:
     """Kernels that saves of such tensors by ``plan``, and what their backward asks for, would be the first to load."""
-    encoding = encoding_of(codec, spec, plan)
+    encoding = encoding_of(codec, spec, plan, folds)
     decoding = decoding_of(spec, encoding.meta) if encoding is not None else None
     if encoding is None or decoding is None or spec.device.type != "cuda":
         return []
     gives = [VALUES]
     if codec.keep_zeros:
         gives.append(GATED)
+    unfolding = unfolding_of(spec, encoding.meta, folds) if folds is not None else None
+    if unfolding is not None:
+        decoding, gives = unfolding, [MADE, SOURCE_AND_GATED]
     wanted = []
     for again in (False, True) if replayed else (False,):
         device = spec.device.index or 0

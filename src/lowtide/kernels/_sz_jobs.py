@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -47,6 +47,11 @@ class Encoding:
         object.__setattr__(self, "whole", self.meta["rounding"] == "stochastic")
         object.__setattr__(self, "headers_from", _aligned(self.heads))
         object.__setattr__(self, "words_from", self.headers_from + _aligned(-(-self.headers // 4)))
+
+    @property
+    def is_folded(self) -> bool:
+        """Whether it is given the two tensors of a pair."""
+        return self.template[0].startswith("Folded")
 
     @classmethod
     def of(cls, codec: Sz, spec: TensorSpec, plan: Plan) -> Encoding | None:
@@ -116,12 +121,20 @@ class Decoding:
         )  # fmt: skip
 
 
-def encoding_of(codec: Sz, spec: TensorSpec, plan: Plan) -> Encoding | None:
-    """What does not change between two tensors of the same place; None where the kernels do not reach."""
+def encoding_of(codec: Sz, spec: TensorSpec, plan: Plan, folds: torch.dtype | None = None) -> Encoding | None:
+    """What does not change between two tensors of the same place; None where the kernels do not reach.
+
+    ``folds``: what is coded are pairs of tensors of that dtype, folded by the encoder if it ``is_folded``.
+    """
     model = plan.model
     like = (spec.shape, spec.stride, spec.dtype, plan.grid.axes, plan.grid.centre is not None)
     how = (model.alphabet, model.bits) if model is not None else None
-    return _remember(_ENCODINGS, (like, plan.zero_code, how, codec), lambda: Encoding.of(codec, spec, plan))
+
+    def find() -> Encoding | None:
+        job = Encoding.of(codec, spec, plan)
+        return _folded(job, spec, folds) or job if job is not None and folds is not None else job
+
+    return _remember(_ENCODINGS, (like, plan.zero_code, how, codec, folds), find)
 
 
 def decoding_of(spec: TensorSpec, meta: Mapping[str, Any]) -> Decoding | None:
@@ -132,8 +145,40 @@ def decoding_of(spec: TensorSpec, meta: Mapping[str, Any]) -> Decoding | None:
     return _remember(_DECODINGS, key, lambda: Decoding.of(spec, meta))
 
 
+def unfolding_of(spec: TensorSpec, meta: Mapping[str, Any], dtype: torch.dtype) -> Decoding | None:
+    """What a decoder needs that gives the tensors of a pair, of ``dtype``, in place of the one that they were folded
+    into; None where there is none."""
+    alphabet = meta.get("alphabet")
+    how = (alphabet["rows"], alphabet["size"], alphabet["low"], alphabet["values"]) if alphabet is not None else None
+    key = (spec.shape, spec.stride, spec.dtype, meta["kind"], meta.get("zero_code"), meta.get("rounding"), how, dtype)
+
+    def find() -> Decoding | None:
+        job = decoding_of(spec, meta)
+        return _folded(job, spec, dtype) if job is not None else None
+
+    return _remember(_UNFOLDINGS, key, find)
+
+
+J = TypeVar("J", Encoding, Decoding)
+
+
+def _folded(job: J, spec: TensorSpec, dtype: torch.dtype) -> J | None:
+    """The same job for kernels that fold or unfold pairs of ``dtype`` while they code; None where there are none."""
+    typename, entry, zero, dithered = job.template
+    where = entry_of(spec, (1,))
+    if not job.values or entry != _TENSOR or zero or typename != "float" or dtype not in TYPES or where is None:
+        return None
+    kind = _MANY if where.kind == _RUNS else where.kind
+    if kind not in (_MANY, _INNER, _FIXED):
+        return None
+    return replace(
+        job, template=(f"Folded<{TYPES[dtype]}, {kind}>", entry, zero, dithered), where=Where(kind, where.numbers)
+    )
+
+
 _ENCODINGS: dict[Any, Encoding | None] = {}
 _DECODINGS: dict[Any, Decoding | None] = {}
+_UNFOLDINGS: dict[Any, Decoding | None] = {}
 V = TypeVar("V")
 
 

@@ -22,10 +22,8 @@ struct Channels {      // whose table is made
 };
 
 constexpr u32 THREADS = 256, UNITS = 2;  // of a block; of four values, to a thread
-constexpr float ON = 1, OFF = 1.5f;      // where t begins
-constexpr float SLIP = 1.0f / 1024, FAR = 1099511627776.0f;  // 2 ** 40
 constexpr double NEAR = 8, FINEST = 1.0 / 1048576;
-enum { ZERO, FINE, COARSE, STEEP, LOWEST };  // rows
+using namespace folding;
 enum { SOURCE, MADE };                       // what is unfolded
 enum { RUNS, INNER, ANY };  // in runs of a multiple of four values; innermost, a multiple of four; elsewhere
 
@@ -57,17 +55,6 @@ struct Columns {
   }
 };
 
-__device__ __forceinline__ float folded(float x, float y, float zero, float fine, float coarse) {
-  bool is_on = !(y <= 0);  // NaN passes
-  float distance = (x - zero) / (is_on ? fine : -coarse);
-  distance = distance >= -SLIP ? (distance < 0 ? 0.0f : distance) + (is_on ? ON : OFF) : (1 - distance) * FAR;
-  return is_on ? distance : -distance;
-}
-__device__ __forceinline__ float distance_of(float t) {
-  float size = fabsf(t);
-  return size < FAR / 2 ? size - (t <= 0 ? OFF : ON) : 1 - size / FAR;
-}
-
 template <typename T> __global__ void __launch_bounds__(THREADS) fold(const Args a) {
   u32 i = (blockIdx.x * THREADS * UNITS + threadIdx.x) * 4;
 #pragma unroll
@@ -76,8 +63,8 @@ template <typename T> __global__ void __launch_bounds__(THREADS) fold(const Args
     u32 left = a.count - i;
     Four<T> x = load_four((const T*)a.from + i, left), y = load_four((const T*)a.made + i, left);
     Columns columns(a, i);
-    float zero[4], fine[4], coarse[4];
-    columns.read(a, ZERO, zero), columns.read(a, FINE, fine), columns.read(a, COARSE, coarse);
+    float zero[4], fine[4], coarse[4];  // the last two as what distances are multiplied by
+    columns.read(a, ZERO, zero), columns.read(a, PER_FINE, fine), columns.read(a, PER_COARSE, coarse);
     Four<float> t;
 #pragma unroll
     for (u32 k = 0; k < 4; ++k) t.v[k] = folded(widen(x.v[k]), widen(y.v[k]), zero[k], fine[k], coarse[k]);
@@ -100,9 +87,7 @@ template <typename T, int PART> __global__ void __launch_bounds__(THREADS) unfol
     Four<T> part;
 #pragma unroll
     for (u32 k = 0; k < 4; ++k) {
-      bool is_off = t.v[k] <= 0;
-      float value = distance_of(t.v[k]) * (PART == SOURCE && is_off ? -off[k] : on[k]) + from[k];
-      narrow(PART == MADE && is_off ? 0.0f : value, &part.v[k]);
+      narrow(PART == MADE ? made_of(t.v[k], on[k], from[k]) : source_of(t.v[k], from[k], on[k], off[k]), &part.v[k]);
     }
     store_four((T*)a.to + i, left, part);
   }
@@ -138,4 +123,6 @@ __global__ void __launch_bounds__(THREADS) tabulate(const Channels a) {
   a.table[COARSE * a.channels + c] = (float)(sign * coarse);
   a.table[STEEP * a.channels + c] = (float)(steep * fine);
   a.table[LOWEST * a.channels + c] = (float)(is_near ? 0 : bias - steep * ahead);
+  a.table[PER_FINE * a.channels + c] = (float)(sign / fine);
+  a.table[PER_COARSE * a.channels + c] = (float)(-sign / coarse);
 }

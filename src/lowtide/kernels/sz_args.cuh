@@ -34,11 +34,14 @@ struct Args {
   u32 divide, modulo, times, divide2, modulo2, times2;
   u32 whole;             // encoders: values come back as whole steps, though dither was added (stochastic rounding)
   const u32* replay;     // read by kernels that are REPLAYED: a number that is another one in each replay of a graph
-  const void* gradient;  // read by decoders that give GATED
+  const void* other;     // a gradient, for decoders that let it through; of a pair, what ReLU made, for encoders
+  const float* table;    // of a pair: sz_fold.cuh
+  void* beside;          // what SOURCE_AND_GATED gives beside `x`
 };
 
-// What a decoder gives, in `x`: values; where they are not zero; or `gradient` there, and zero elsewhere.
-enum { ONLY_VALUES, ONLY_MASK, GATED };
+// What a decoder gives, in `x`: values; where they are not zero; or the gradient there, and zero elsewhere. Of a pair: what
+// ReLU made, the norm's input, or that and in `beside` what ReLU lets through of the gradient.
+enum { ONLY_VALUES, ONLY_MASK, GATED, MADE, SOURCE, SOURCE_AND_GATED };
 
 // Compiled once more for graphs that are captured and replayed. There a launch has the same arguments every time, so the
 // dither is shifted by a number that lies in memory; and nobody looks at an encoder's report before its payload is
@@ -113,13 +116,17 @@ __device__ __forceinline__ void load(Group<T>& group, const Args& a, const void*
   group.set(y);
 }
 
-template <bool WHOLE, typename T> __device__ __forceinline__ void store(const Group<T>& group, const Args& a, u64 g) {
+template <bool WHOLE, typename T>
+__device__ __forceinline__ void store(const Group<T>& group, const Args& a, void* to, u64 g) {
   if (WHOLE) {
-    group.store(a.x, g);
+    group.store(to, g);
     return;
   }
   for (int k = 0; k < 4; ++k)
-    if (4 * g + k < a.count) narrow(group.at(k), (T*)a.x + 4 * g + k);
+    if (4 * g + k < a.count) narrow(group.at(k), (T*)to + 4 * g + k);
+}
+template <bool WHOLE, typename T> __device__ __forceinline__ void store(const Group<T>& group, const Args& a, u64 g) {
+  store<WHOLE>(group, a, a.x, g);
 }
 
 // Brings the memory around an address near. Only a hint.
@@ -183,5 +190,17 @@ template <> __device__ __forceinline__ void clear_zeros(Group<float>& group, con
 #pragma unroll
   for (int k = 0; k < 4; ++k)
     y[k] = __uint_as_float(__float_as_uint(group.at(k)) & permute(marks[k], 0, 0x1111 * (8 + bytes[k])));
+  group.set(y);
+}
+
+// Clears the values of a group that are named.
+template <typename T> __device__ __forceinline__ void clear(Group<T>& group, const bool* which) {
+  group.v.x &= (which[0] ? 0 : 0xffff) | (which[1] ? 0 : 0xffff0000u);
+  group.v.y &= (which[2] ? 0 : 0xffff) | (which[3] ? 0 : 0xffff0000u);
+}
+template <> __device__ __forceinline__ void clear(Group<float>& group, const bool* which) {
+  float y[4];
+#pragma unroll
+  for (int k = 0; k < 4; ++k) y[k] = which[k] ? 0.0f : group.at(k);
   group.set(y);
 }

@@ -291,7 +291,7 @@ __device__ __forceinline__ void put_narrow(
     }
     Group<T> group;
     group.set(y);
-    if (GIVE == GATED) group.load(a.gradient, walk.group);
+    if (GIVE == GATED) group.load(a.other, walk.group);
     if (ZERO) {
       u32 first = bytes[0] + 0x7f7f7f7fu, second = bytes[1] + 0x7f7f7f7fu;
       u32 marks[4] = {first, second, first, second};
@@ -322,9 +322,9 @@ __device__ __forceinline__ void put_wide(
     u32 word = DITHER && !MASK ? inverted_hash((u32)walk.group, low_of(a), a.high) : 0;
     Group<T> given;
     if (GIVE == GATED && whole)
-      load<true>(given, a, a.gradient, walk.group);
+      load<true>(given, a, a.other, walk.group);
     else if (GIVE == GATED)
-      load<false>(given, a, a.gradient, walk.group);
+      load<false>(given, a, a.other, walk.group);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       int n = 4 * j + k, at = 4 * (n % 8);
@@ -354,7 +354,7 @@ __global__ void __launch_bounds__(256, 5) blocks_decode(const Args a) {
   constexpr bool MASK = GIVE != ONLY_VALUES;
   extern __shared__ __align__(16) float staged[];
   int lane = threadIdx.x & 31;
-  const bool even = aligned(a.x, sizeof(T) * 4) && (GIVE != GATED || aligned(a.gradient, sizeof(T) * 4));
+  const bool even = aligned(a.x, sizeof(T) * 4) && (GIVE != GATED || aligned(a.other, sizeof(T) * 4));
   if (Entry<ENTRY>::staged && !MASK) {
     stage<ENTRY>(a, staged, units_for<ENTRY, DITHER>(a));
     __syncthreads();

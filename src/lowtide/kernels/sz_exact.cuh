@@ -21,12 +21,14 @@ template <typename T> __device__ void write_raw(const Args& a, u64 start, u32 ba
 template <typename T, int GIVE> __device__ __forceinline__ void put_where(const Args& a, u64 i, bool on) {
   T value;
   narrow(GIVE == GATED || !on ? 0.0f : 1.0f, &value);
-  ((T*)a.x)[i] = GIVE == GATED && on ? ((const T*)a.gradient)[i] : value;
+  ((T*)a.x)[i] = GIVE == GATED && on ? ((const T*)a.other)[i] : value;
 }
 
 // Element i, given its bits; with RESTORED values only plus zero is zero.
 template <typename T, int GIVE, bool RESTORED> __device__ void put_exact(const Args& a, u64 i, u32 bits) {
-  if (GIVE != ONLY_VALUES) {
+  if (UNFOLDS(GIVE)) {
+    Unfolded<T, GIVE>::put(a, i, __uint_as_float(bits));
+  } else if (GIVE != ONLY_VALUES) {
     put_where<T, GIVE>(a, i, (RESTORED ? bits : sizeof(T) == 4 ? bits << 1 : bits << 17) != 0);
   } else if (sizeof(T) == 4)
     ((u32*)a.x)[i] = bits;
@@ -52,14 +54,19 @@ __device__ void read_escapes(const Args& a, u64 start, const u32* list, u32 esca
 }
 
 // A chunk that did not fit its payload: nobody is to take what comes back for a value.
-template <typename T> __device__ __forceinline__ void put_nothing(const Args& a, u64 start, u32 valid, int lane) {
-  for (u32 i = lane; i < valid; i += 32) narrow(__uint_as_float(0x7fc00000u), (T*)a.x + start + i);
+template <typename T, int GIVE = ONLY_VALUES>
+__device__ __forceinline__ void put_nothing(const Args& a, u64 start, u32 valid, int lane) {
+  using In = typename Lies<T>::In;
+  for (u64 i = start + lane; i < start + valid; i += 32) {
+    narrow(__uint_as_float(0x7fc00000u), (In*)a.x + i);
+    if (GIVE == SOURCE_AND_GATED) narrow(__uint_as_float(0x7fc00000u), (In*)a.beside + i);
+  }
 }
 
 // What element i comes back as, bit for bit: itself where no code carries it. Where zero has a code, another value that
 // comes back as zero is minus zero.
 template <typename T, int ENTRY, int ZERO, bool DITHER> __device__ __forceinline__ u32 restored(const Args& a, u64 i) {
-  T value = ((const T*)a.x)[i];
+  T value = Element<T>::at(a, i);
   float x = widen(value);
   if (ZERO && x == 0.0f) return 0;
   u32 entry = entry_of<ENTRY>(a, i);

@@ -109,7 +109,8 @@ template <typename T, int V, int ROWS, int ENTRY, int ZERO, bool DITHER, int GIV
 __device__ __forceinline__ void decode_chunk(
     const Args& a, u64 start, u32 base, int length, const uint2* slots, const float* staged, u32* ring, int lane) {
   constexpr int N = 4 * ROWS, S = N / V;
-  constexpr bool MASK = GIVE != ONLY_VALUES;
+  constexpr bool MASK = GIVE == ONLY_MASK || GIVE == GATED, PASSES = GIVE == GATED || GIVE == SOURCE_AND_GATED;
+  using In = typename Lies<T>::In;
   using Float = Floats<V, ZERO>;
   const u32 upward = kept(~0u << lane), address = kept(address_of(ring)), table = kept(address_of(slots));
   const Units<ENTRY> units = {a, Float::template origin<DITHER>(a), Float::SCALE};
@@ -122,12 +123,14 @@ __device__ __forceinline__ void decode_chunk(
   walk.begin(a, g);
   float unit[4], origin[4];
   if (Entry<ENTRY>::constant && !MASK) walk.read(a, staged, unit, origin, units);
+  Unfolder<T, GIVE> unfolder;
+  unfolder.begin(a, g);
   for (int round = 0; round < rounds; ++round) {
     if (window.fill && (int)left < 2 * window.fill + 64 * S) window.slide(lane);
-    Group<T> given[GIVE == GATED ? ROWS : 1];
-    if (GIVE == GATED)
+    Group<In> given[PASSES ? ROWS : 1];
+    if (PASSES)
 #pragma unroll
-      for (int r = 0; r < ROWS; ++r) load<WHOLE>(given[r], a, a.gradient, (u64)g + r * 32);
+      for (int r = 0; r < ROWS; ++r) load<WHOLE>(given[r], a, a.other, (u64)g + r * 32);
     u32 packed[S];
 #pragma unroll
     for (int t = 0; t < S; ++t) {
@@ -144,26 +147,31 @@ __device__ __forceinline__ void decode_chunk(
 #pragma unroll
       for (int k = 0; k < 4; ++k)
         y[k] = MASK ? 1.0f : Float::template value<DITHER>(Float::of(packed, word, 4 * r + k) - origin[k], unit[k]);
-      Group<T> group;
-      group.set(y);
-      if (GIVE == GATED) group = given[r];
-      if (ZERO) {
-        u32 marks[4];
-        int bytes[4];
+      if constexpr (UNFOLDS(GIVE)) {
+        unfolder.template put<WHOLE>(a, y, given[PASSES ? r : 0], (u64)g + r * 32);
+      } else {
+        Group<T> group;
+        group.set(y);
+        if (GIVE == GATED) group = given[r];
+        if (ZERO) {
+          u32 marks[4];
+          int bytes[4];
 #pragma unroll
-        for (int k = 0; k < 4; ++k) marks[k] = packed[(4 * r + k) / V], bytes[k] = V == 1 ? 1 : (4 * r + k) % V;
-        clear_zeros(group, marks, bytes);
+          for (int k = 0; k < 4; ++k) marks[k] = packed[(4 * r + k) / V], bytes[k] = V == 1 ? 1 : (4 * r + k) % V;
+          clear_zeros(group, marks, bytes);
+        }
+        store<WHOLE>(group, a, (u64)g + r * 32);
+        if (!MASK) walk.next(a);
       }
-      store<WHOLE>(group, a, (u64)g + r * 32);
-      if (!MASK) walk.next(a);
     }
     g += ROWS * 32;
   }
 }
 
 template <typename T, int V, int ROWS, int ENTRY, int ZERO, bool DITHER, int GIVE>
-__global__ void __launch_bounds__(256, 5) rans_decode(const Args a) {
-  constexpr bool MASK = GIVE != ONLY_VALUES;
+__global__ void __launch_bounds__(256, UNFOLDS(GIVE) ? 4 : 5) rans_decode(const Args a) {
+  constexpr bool MASK = GIVE == ONLY_MASK || GIVE == GATED, PASSES = GIVE == GATED || GIVE == SOURCE_AND_GATED;
+  using In = typename Lies<T>::In;
   __shared__ __align__(1024) u32 rings[8][256];
   __shared__ uint2 slots[4096];  // share << 16 | slot - slots before, and the symbol's digits
   extern __shared__ __align__(16) float staged[];
@@ -185,7 +193,8 @@ __global__ void __launch_bounds__(256, 5) rans_decode(const Args a) {
     }
     __syncthreads();
   }
-  const bool even = aligned(a.x, sizeof(T) * 4) && (GIVE != GATED || aligned(a.gradient, sizeof(T) * 4));
+  const bool even = aligned(a.x, sizeof(In) * 4) && (!PASSES || aligned(a.other, sizeof(In) * 4)) &&
+                    (GIVE != SOURCE_AND_GATED || aligned(a.beside, sizeof(In) * 4));
   for (u32 chunk = blockIdx.x * 8 + warp; chunk < a.chunks; chunk += gridDim.x * 8) {
     u64 start = (u64)chunk * a.rows * 128;
     u32 valid = (u32)min(a.count - start, (u64)a.rows * 128);
@@ -195,7 +204,7 @@ __global__ void __launch_bounds__(256, 5) rans_decode(const Args a) {
     if (REPLAYED) {
       u32 words = 32 + (length + 1) / 2 + (escapes & 0xffff) + (escapes >> 16) * Type<T>::escape;
       if ((u64)base + (length < 0 ? raw_words<T>(valid) : words) > a.capacity) {
-        put_nothing<T>(a, start, valid, lane);
+        put_nothing<T, GIVE>(a, start, valid, lane);
         continue;
       }
     }
@@ -225,7 +234,11 @@ __global__ void __launch_bounds__(256, 5) rans_decode(const Args a) {
         float unit = bfloat(a.step[entry]) * 0.00390625f;
         u32 shift = shift_of<DITHER>(DITHER ? hash((u32)(i >> 2), low_of(a), a.high) : 0, (int)(i & 3));
         float y = value_of<DITHER>(q + (int)centre_of<ENTRY>(a, entry), shift, unit);
-        narrow(zero ? 0.0f : y, (T*)a.x + i);
+        if (zero) y = 0.0f;
+        if (UNFOLDS(GIVE))
+          Unfolded<T, GIVE>::put(a, i, y);
+        else
+          narrow(y, (T*)a.x + i);
       }
       read_escapes<T, GIVE>(a, start, list + coded, escapes >> 16, lane);
     }

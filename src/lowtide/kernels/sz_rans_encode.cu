@@ -4,8 +4,11 @@
 // nothing of it has to be kept for this.
 template <typename T, int ENTRY, int ZERO, bool DITHER, bool WHOLE>
 __device__ __forceinline__ u32 doubtful(const Args& a, u32 g) {
-  Group<T> group;
-  load<WHOLE>(group, a, a.x, g);
+  Group<T> lies;
+  load<WHOLE>(lies, a, a.x, g);
+  Folder<T, 1> folder;
+  folder.begin(a, g);
+  const auto group = folder.next(a, lies);
   Walk<ENTRY> walk;
   walk.begin(a, g);
   const int first = a.first - (ZERO ? 1 : 0);
@@ -114,7 +117,7 @@ __device__ __forceinline__ u32 mend(const Args& a, u64 start, u32 g, u32 todo, u
     T value = {};
     int q = 0, digit = a.fill;
     if (there) {
-      value = ((const T*)a.x)[i];
+      value = Element<T>::at(a, i);
       float x = widen(value);
       int2 found = careful<T, ENTRY, DITHER>(a, i, x, entry_of<ENTRY>(a, i));
       bool zero = ZERO && x == 0.0f, inside = zero || (found.x >= a.first && found.x < first + a.size);
@@ -200,6 +203,7 @@ __device__ __forceinline__ void encode_chunk(
     const Args& a, u64 start, const uint4* table, const float* staged, Staged& out, int lane) {
   constexpr int N = 4 * ROWS, S = N / V;
   constexpr bool LIMITS = LIMITED<T, V, ENTRY>;
+  using Coded = typename Lies<T>::Coded;
   const uint2* limits = (const uint2*)(staged + staged_words<ENTRY, ROWS>(a));
   const u32 below = (1u << lane) - 1, begin = address_of(out.stream), symbols = kept(address_of(table));
   const u32 full = kept(begin + 2 * a.stage - 64 * S);
@@ -216,6 +220,8 @@ __device__ __forceinline__ void encode_chunk(
   if (Entry<ENTRY>::constant) walk.read(a, staged, inverse, origin, scales);
   uint2 limit = make_uint2(a.lowest, beyond);
   if (LIMITS && ENTRY == FIXED) limit = limits_of<T, ENTRY, ZERO>(a, walk.of(a, 0));
+  Folder<T, -1> folder;
+  folder.begin(a, g + (ROWS - 1) * 32);
   Group<T> group[ROWS];
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) load<WHOLE>(group[r], a, a.x, (u64)g + r * 32);
@@ -234,9 +240,10 @@ __device__ __forceinline__ void encode_chunk(
       if (!Entry<ENTRY>::constant) walk.read(a, staged, inverse, origin, scales, r);
       if (LIMITS && ENTRY == INNER) limit = *(const uint2*)((const u8*)limits + walk.entry / 2 + 256 * r);
       u32 word = DITHER ? hash(g + r * 32, low_of(a), a.high) : 0;
-      packed[r] = digits_of<T, ZERO, DITHER>(limit.x, group[r], inverse, origin, word, least[r], most[r]);
+      const auto coded = folder.next(a, group[r]);
+      packed[r] = digits_of<Coded, ZERO, DITHER>(limit.x, coded, inverse, origin, word, least[r], most[r]);
       if (LIMITS && (most[r] >= limit.y || (ZERO != 2 && least[r] < limit.x))) rows |= 1u << r;
-      if (ZERO == 2) bits |= bits_of(group[r]);
+      if (ZERO == 2) bits |= bits_of(coded);
       if (ENTRY != INNER) walk.next(a);
     }
     if (ENTRY == INNER) walk.next(a);
@@ -333,15 +340,19 @@ __device__ __forceinline__ Chunk own_chunk(const Args& a, int warp) {
 }
 
 template <typename T, int V, int ROWS, int ENTRY, int ZERO, bool DITHER>
-__global__ void __launch_bounds__(256, 4) rans_encode(const Args a) {
+__global__ void __launch_bounds__(256, Lies<T>::folded ? 3 : 4) rans_encode(const Args a) {
+  using In = typename Lies<T>::In;
   __shared__ uint4 table[256];
   __shared__ u32 sums[8];
   extern __shared__ __align__(16) u32 dynamic[];
   float* scales = (float*)dynamic;
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
   Chunk chunk = own_chunk(a, warp);
-  if (128u * (lane + 1) <= chunk.valid * sizeof(T))  // it is read from its end
-    prefetch((const T*)a.x + chunk.start + chunk.valid - 128 / sizeof(T) * (lane + 1));
+  if (128u * (lane + 1) <= chunk.valid * sizeof(In)) {  // it is read from its end
+    const u64 at = chunk.start + chunk.valid - 128 / sizeof(In) * (lane + 1);
+    prefetch((const In*)a.x + at);
+    if (Lies<T>::folded) prefetch((const In*)a.other + at);
+  }
   stage<ENTRY, ROWS>(a, scales, Scales<ENTRY>{a, a.origin});
   stage_limits<T, V, ENTRY, ZERO, ROWS>(a, (uint2*)(scales + staged_words<ENTRY, ROWS>(a)));
   {
@@ -362,7 +373,7 @@ __global__ void __launch_bounds__(256, 4) rans_encode(const Args a) {
   u32* own = dynamic + staged_words<ENTRY, ROWS>(a) + limit_words<T, V, ENTRY, ROWS>(a);
   own += warp * (a.stage / 2 + CODES + EXACTS * Type<T>::escape);
   Staged staged = {(u16*)own, own + a.stage / 2, own + a.stage / 2 + CODES, 0, 0, 0, 0, 0, 0, false};
-  if (chunk.valid == a.rows * 128 && aligned(a.x, sizeof(T) * 4))
+  if (chunk.valid == a.rows * 128 && aligned(a.x, sizeof(In) * 4) && (!Lies<T>::folded || aligned(a.other, sizeof(In) * 4)))
     encode_chunk<T, V, ROWS, ENTRY, ZERO, DITHER, true>(a, chunk.start, table, scales, staged, lane);
   else
     encode_chunk<T, V, ROWS, ENTRY, ZERO, DITHER, false>(a, chunk.start, table, scales, staged, lane);
