@@ -17,7 +17,7 @@ import torch
 from lowtide.app.compare import command
 from lowtide.app.compare import runs as runs_module
 from lowtide.app.compare.runs import COLUMNS, Run, Runner
-from lowtide.app.train.config import Config, Train
+from lowtide.app.train.config import Config, Model, Train
 from lowtide.app.train.trainer import Trainer
 
 
@@ -164,13 +164,14 @@ class _Clock:
         return self.now
 
 
-def test_what_would_not_be_done_in_time_is_not_begun(tmp_path, monkeypatch):
-    """Runs of 10 seconds, a deadline after 25: two of them, not three, though there are 5 seconds left."""
-    clock, begun = _Clock(), []
+@pytest.fixture
+def begun(monkeypatch) -> list[int]:
+    """Seeds of runs that were begun, by a clock that runs in them alone: one of AlexNet takes 2 seconds, others 10."""
+    clock, seeds = _Clock(), []
 
     def call(self: Runner, run: Run, command: list[str]) -> tuple[int, str, str]:
-        begun.append(run.seed)
-        clock.now += 10
+        seeds.append(run.seed)
+        clock.now += 2 if run.config.model.name == "alexnet" else 10
         folder = Path(command[command.index("--out") + 1])
         folder.mkdir(parents=True)
         (folder / "environment.json").write_text('{"revision": "r", "device": "d", "torch": "t"}')
@@ -179,10 +180,23 @@ def test_what_would_not_be_done_in_time_is_not_begun(tmp_path, monkeypatch):
     monkeypatch.setattr(Runner, "_call", call)
     monkeypatch.setattr(runs_module.time, "monotonic", clock.monotonic)
     monkeypatch.setattr(Runner, "_set_timer", lambda self: threading.Timer(0, print))
+    return seeds
+
+
+def test_what_would_not_be_done_in_time_is_not_begun(tmp_path, begun):
+    """Runs of 10 seconds, a deadline after 25: two of them, not three, though there are 5 seconds left."""
     runner = Runner(tmp_path, 1, deadline=25.0)
     done = list(runner.carry_out([Run("plain", Config(train=Train(seed=seed))) for seed in range(4)]))
     assert begun == [0, 1] and [run.seed for run, _ in done] == begun
     assert all(runner.was_alone(run) for run, _ in done)
+
+
+def test_what_a_run_takes_is_told_by_those_of_its_own_net(tmp_path, begun):
+    """2, 10, 2 and 2 seconds, a deadline after 18: the last ones are begun though one of their method took 10."""
+    nets = ("alexnet", "resnet18", "alexnet", "resnet18", "alexnet")
+    runs = [Run("plain", Config(model=Model(name=net), train=Train(seed=seed))) for seed, net in enumerate(nets)]
+    done = list(Runner(tmp_path, 1, deadline=18.0).carry_out(runs))
+    assert begun == [0, 1, 2, 4] and [run.seed for run, _ in done] == begun
 
 
 def test_at_the_deadline_runs_are_stopped_and_leave_no_row(tmp_path, monkeypatch):

@@ -60,6 +60,11 @@ class Run:
         slug = re.sub(r"[^A-Za-z0-9.]+", "-", self.method).strip("-")
         return f"{slug}-{self.seed}-{self.key[:6]}"
 
+    @property
+    def kind(self) -> tuple[str, str, str]:
+        """What takes about as long: runs that differ in their seeds and the like."""
+        return self.config.model.name, self.config.data.name, self.method
+
     def row(self) -> dict[str, Any]:
         """The columns that are known before it is carried out."""
         config = self.config
@@ -89,7 +94,7 @@ class Runner:
     """Carries out runs, some at a time, each in a process of its own.
 
     ``deadline`` (by ``time.monotonic``) is when those under way are stopped; a run that would not be done by then, as
-    earlier ones of its method tell, is not begun. ``threads`` of a process are its share of the cores unless given.
+    earlier ones of its kind tell, is not begun. ``threads`` of a process are its share of the cores unless given.
     Where NVIDIA's MPS is installed, processes on a GPU run side by side (``shared_gpu``).
     ``watch`` gets every line that a run says.
     """
@@ -101,7 +106,7 @@ class Runner:
     watch: Callable[[Run, str], None] | None = None
     _children: dict[subprocess.Popen[str], Run] = field(default_factory=dict)
     _shared: set[str] = field(default_factory=set)
-    _took: dict[str, float] = field(default_factory=dict)
+    _took: dict[tuple[str, str, str], float] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _is_stopping: bool = False
     _variables: Mapping[str, str] = field(default_factory=dict)
@@ -149,7 +154,7 @@ class Runner:
         if status != 0:
             return None if self._is_stopping else {**row, "error": complaint or f"exit status {status}"}
         with self._lock:
-            self._took[run.method] = max(self._took.get(run.method, 0.0), time.monotonic() - begin)
+            self._took[run.kind] = max(self._took.get(run.kind, 0.0), time.monotonic() - begin)
         result = json.loads(output)
         about = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
         return {
@@ -160,7 +165,7 @@ class Runner:
 
     def _may_begin(self, run: Run) -> bool:
         with self._lock:
-            expected = self._took.get(run.method, min(self._took.values(), default=0.0))
+            expected = self._took.get(run.kind, min(self._took.values(), default=0.0))
             return not self._is_stopping and time.monotonic() + expected <= self.deadline
 
     def _call(self, run: Run, command: list[str]) -> tuple[int, str, str]:
