@@ -31,7 +31,7 @@ def test_every_table_compares_the_default_with_plain_training(name):
     plain, default = experiment.variants[:2]
     assert plain.name == "plain" and default.text.split(" = ")[0] == "budget"
     few = ("cifar10_resnet50", "cifar10_resnet50_steady", "wikitext2_gpt")
-    seeds = 3 if name in few else {"cifar10_alexnet": 10}.get(name, 5)
+    seeds = 3 if name in few else {"cifar10_alexnet": 10, "cifar10_resnet18": 10}.get(name, 5)
     assert plain.seeds == default.seeds == seeds
     assert experiment.metric == ("loss" if name == "wikitext2_gpt" else "accuracy")
 
