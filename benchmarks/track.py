@@ -12,7 +12,10 @@ under the bounds in force:
 - ``floor`` is the same for a second plain run: what the device does not repeat;
 - ``weight_mean`` and ``weight_most`` are the mean and the largest of the same for each weight by itself (scales and
   biases left out), and ``weight`` is the one that saw the most: its share is three quarters of the budget;
-- ``ratio`` is bytes that plain training holds at the end of forward over those that are held.
+- ``scale_mean`` and ``scale_most`` are the same for the scales of norms, whose share is ten times the budget;
+- ``bias`` is what the errors of all draws have in common, as a share of the noise: zero, but for chance, if their mean
+  is zero, and one if they are all alike. Chance makes it about sqrt(2 / n) / (draws - 1), n the number of errors that
+  are independent.
 Measuring is done on a copy of the model whose session continues from the state of the one in training: running
 statistics, random numbers and the controller of the run do not notice. Rows are appended to a CSV file, and those of
 single sites to a second one.
@@ -50,7 +53,7 @@ RUN = (*ENVIRONMENT, "model", "options", "data", "batch", "precision", "channels
 COLUMNS = (
     *RUN,
     *("draws", "step", "lr", "loss", "noise", "noise_min", "noise_max", "floor", "raw", "held", "ratio", "events"),
-    *("elapsed_s", "weight_mean", "weight_most", "weight"),
+    *("elapsed_s", "weight_mean", "weight_most", "weight", "bias", "scale_mean", "scale_most"),
 )
 SITE_COLUMNS = (*RUN, "step", "site", "module", "need", "codec", "bound", "raw", "held", "ratio")
 
@@ -138,19 +141,33 @@ def measure(trainer: Trainer, number: int, draws: int) -> dict[str, Any]:
     options = {**trainer.config.method.options, "coder": "blocks", "seed": trainer.config.train.seed}
     probe = attach(lossy, METHOD, **options)
     probe.load_state_dict(trainer.session.state_dict())
-    drawn = [squares(batch.of(lossy, probe), exact) for _ in range(draws)]  # dither differs from pass to pass
+    drawn = []
+    total = {name: torch.zeros_like(part, dtype=torch.float64) for name, part in exact.items()}
+    for _ in range(draws):  # dither differs from pass to pass
+        gradients = batch.of(lossy, probe)
+        drawn.append(squares(gradients, exact))
+        for name, part in gradients.items():
+            total[name] += part.double() - exact[name]
     probe.detach()
     found = [sum(errors.values()) / energy for errors in drawn]
+    noise = statistics.mean(found)
     single = {
-        name: statistics.mean(errors[name] for errors in drawn) / energies[name]
-        for name, part in exact.items()
-        if part.dim() > 1 and energies[name] > 0
+        name: statistics.mean(errors[name] for errors in drawn) / energies[name] for name in exact if energies[name] > 0
     }
-    noisiest = max(single, key=lambda name: single[name])
+    weights = {name: share for name, share in single.items() if exact[name].dim() > 1}
+    scales = [share for name, share in single.items() if exact[name].dim() == 1 and name.endswith("weight")]
+    noisiest = max(weights, key=lambda name: weights[name])
     return {
-        "noise": statistics.mean(found), "noise_min": min(found), "noise_max": max(found), "floor": floor,
-        "weight_mean": statistics.mean(single.values()), "weight_most": single[noisiest], "weight": noisiest,
+        "noise": noise, "noise_min": min(found), "noise_max": max(found), "floor": floor,
+        "weight_mean": statistics.mean(weights.values()), "weight_most": weights[noisiest], "weight": noisiest,
+        "scale_mean": statistics.mean(scales) if scales else None, "scale_most": max(scales, default=None),
+        "bias": common(sum(squares(total).values()) / energy, noise, draws),
     }  # fmt: skip
+
+
+def common(of_sum: float, noise: float, draws: int) -> float | None:
+    """What errors have in common, as a share of their noise, from the energy of their sum over the draws."""
+    return (of_sum / (draws * noise) - 1) / (draws - 1) if draws > 1 and noise > 0 else None
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -217,11 +234,12 @@ def show(rows: list[dict[str, Any]]) -> list[str]:
         (
             str(row["step"]), f"{row['lr']:.3g}", f"{row['loss']:.4f}", f"{row['noise']:.3%}",
             f"{row['noise_min']:.3%} to {row['noise_max']:.3%}", f"{row['floor']:.2g}", f"{row['weight_most']:.2%}",
+            "" if row["bias"] is None else f"{row['bias']:.1%}",
             f"{row['ratio']:.2f}x", str(row["events"]),
         )
         for row in rows
     ]  # fmt: skip
-    heads = ("step", "lr", "loss", "total noise", "draws", "floor", "noisiest weight", "held less", "events")
+    heads = ("step", "lr", "loss", "total noise", "draws", "floor", "noisiest weight", "bias", "held less", "events")
     noises = [row["noise"] for row in rows]
     found = f"{min(noises):.3%} to {max(noises):.3%}, {statistics.mean(noises):.3%} in the mean"
     return [*table(heads, cells), f"a budget of {rows[0]['budget']:.3%} gave {found}"]

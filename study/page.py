@@ -43,6 +43,8 @@ least {CONVOLUTIONS:g}x smaller in float32 terms on average over training, all t
 _POSTER = """The columns of COMET's table: accuracy of plain and of compressed training, and the inputs of all
 convolutions of a batch, in float32 and as held, ours averaged over training. Nets, data and ways of testing differ
 (ours shows mirror images too), so the lines stand beside each other and not against each other."""
+_LOSSES = """Where accuracy is what a table asks for, the loss on the test part of the same runs, minus that of plain
+training with the same seed. It tells how sure an answer was, not only whether it was right. Positive is worse."""
 _METHOD = """## How it was measured
 
 - Runs of one seed begin with the same weights and see the same batches, crops and dropout masks; what differs is the
@@ -83,6 +85,7 @@ def make(study: Path) -> dict[str, str]:
     parts = [
         _introduction(tables),
         _default(tables),
+        _test_losses(tables),
         _poster(tables, study / "literature.csv"),
         *sections(study.parent / "benchmarks" / "results"),
         *(_table(table) for table in tables if table.rows),
@@ -121,6 +124,21 @@ def _default(tables: Sequence[Summary]) -> Iterator[str]:
         cells += [_times(outcome.mean("conv_ratio_fp32_mean")), _times(outcome.mean("ratio_fp32_mean"))]
         rows.append([table.experiment.title, *cells, verdict])
     heads = ["", "plain", "budget", "difference", "95 % interval", "convolutions", "all saved", "what was asked"]
+    yield from markdown(heads, rows) if rows else [f"{MISSING.capitalize()}."]
+
+
+def _test_losses(tables: Sequence[Summary]) -> Iterator[str]:
+    yield "## Test losses"
+    yield ""
+    yield _LOSSES
+    yield ""
+    rows = []
+    for table in tables:
+        for outcome in table.outcomes if table.experiment.metric != "loss" else ():
+            if outcome.loss is not None:
+                cells = [str(outcome.loss.count), f"{outcome.loss.mean:+.4f}", _interval(outcome.loss, "{:+.4f}")]
+                rows.append([table.experiment.title, _name(outcome), *cells])
+    heads = ["", "method", "pairs", "difference", "95 % interval"]
     yield from markdown(heads, rows) if rows else [f"{MISSING.capitalize()}."]
 
 

@@ -26,12 +26,16 @@ Row = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One method of a table. ``value`` is None where no run of it has ended; accuracies are in per cent."""
+    """One method of a table. ``value`` is None where no run of it has ended; accuracies are in per cent.
+
+    ``loss`` is the difference of test losses from those of plain training, whatever the metric of the table is.
+    """
 
     variant: Variant
     rows: Sequence[Row]
     value: Estimate | None
     difference: Estimate | None
+    loss: Estimate | None
 
     @property
     def is_default(self) -> bool:
@@ -50,7 +54,8 @@ class Outcome:
 
     def as_dict(self) -> dict[str, Any]:
         about: dict[str, Any] = {"method": self.variant.text, "seeds": self.variant.seeds, "runs": len(self.rows)}
-        for name, estimate in (("value", self.value), ("difference", self.difference)):
+        estimates = (("value", self.value), ("difference", self.difference), ("loss_difference", self.loss))
+        for name, estimate in estimates:
             if estimate is not None:
                 about[name] = {"mean": estimate.mean, "low": estimate.low, "high": estimate.high}
         return about | {name: self.mean(name) for name in _MEANS} | {"speed_alone": self.speed}
@@ -107,13 +112,16 @@ def as_compared(found: Sequence[tuple[Variant, Row]]) -> list[Row]:
 def summarize_table(experiment: Experiment, results: Path) -> Summary:
     found = find_rows(experiment, results)
     texts = [variant.text for variant in experiment.variants]
-    known = {item.method: item for item in summarize(as_compared(found), texts, experiment.metric)}
+    compared = as_compared(found)
+    known = {item.method: item for item in summarize(compared, texts, experiment.metric)}
+    losses = {item.method: item for item in summarize([row for row in compared if row["loss"]], texts, "loss")}
     outcomes = [
         Outcome(
             variant,
             sorted((row for other, row in found if other is variant), key=lambda row: int(row["seed"])),
             known[variant.text].value if variant.text in known else None,
             known[variant.text].difference if variant.text in known else None,
+            losses[variant.text].difference if variant.text in losses else None,
         )
         for variant in experiment.variants
     ]

@@ -83,6 +83,14 @@ def test_a_text_is_followed_and_its_noisiest_weight_named(tmp_path):
     assert row["floor"] == 0 < row["noise_min"] < row["noise_max"] < 0.1
     assert row["weight"].endswith("weight") and row["weight_mean"] < row["weight_most"]
     assert row["settings"] == "length=16 flow=false"
+    assert abs(row["bias"]) < 0.2 and 0 < row["scale_mean"] <= row["scale_most"]
+
+
+def test_what_errors_have_in_common():
+    bench = load_script("benchmarks/track.py")
+    assert bench.common(4 * 0.03, 0.03, 4) == pytest.approx(0), "independent errors: energies add up"
+    assert bench.common(16 * 0.03, 0.03, 4) == pytest.approx(1), "equal ones: amplitudes do"
+    assert bench.common(0.03, 0.03, 1) is None and bench.common(0.0, 0.0, 4) is None
 
 
 def test_budgets_met_and_one_that_cannot_be(tmp_path):

@@ -160,6 +160,17 @@ def test_what_is_said_about_the_goal(page, folder, add, changes, ratios, verdict
     assert page.judge(_summary(folder)) == verdict
 
 
+def test_test_losses_are_compared_seed_by_seed(page, folder, add):
+    for seed, (plain, ours) in enumerate(((0.50, 0.51), (0.40, 0.43))):
+        add("plain", seed, 0.94, loss=plain)
+        add("budget", seed, 0.94, loss=ours)
+    add("plain", 2, 0.94)  # a row without
+    add("budget", 2, 0.94, loss=0.1)
+    half = 12.706205 * 0.0141421356 / math.sqrt(2)
+    found = [row for row in _cells(page.make(folder)["docs/results.md"], "CIFAR-10, net") if row[1] == "`budget`"]
+    assert found == [["CIFAR-10, net", "`budget`", "2", "+0.0200", f"{0.02 - half:+.4f} to {0.02 + half:+.4f}"]]
+
+
 def _summary(folder: Path) -> Summary:
     return summarize_table(Experiment.read(folder / "cifar10_net.toml"), folder / "results")
 
