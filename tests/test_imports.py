@@ -18,7 +18,7 @@ LAYERS = (
     ("policies", "methods", "capture", "witness", "kernels"),
     ("sites", "recompute", "surroundings"),
     ("payloads", "graphs", "ambient", "gates"),
-    ("pipeline", "joint"),
+    ("pipeline", "joint", "restoring"),
     ("compiled",),
     ("reports",),
     ("session", "growth"),
