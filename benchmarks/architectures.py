@@ -22,7 +22,7 @@ import statistics
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,13 +32,13 @@ import lowtide
 from lowtide.app.shared import arguments
 from lowtide.app.shared.rows import ENVIRONMENT, ResultFile, describe_environment, now
 from lowtide.app.shared.script import attempt, run_script
-from lowtide.app.shared.specs import UsageError
+from lowtide.app.shared.specs import UsageError, parse_options
 from lowtide.reports.text import table
 
 COLUMNS = (
     *ENVIRONMENT,
     *("transformers", "architecture", "precision", "parameters", "ok", "repeats", "exact", "noise", "smaller"),
-    *("kept_share", "kept_because", "error"),
+    *("kept_share", "kept_because", "error", "settings"),
 )
 ALLOWED = 0.03  # of noise: the default
 _LAST = 4  # steps that noise is averaged over
@@ -174,7 +174,9 @@ class Bench:
         return {name: part.grad.clone() for name, part in self.model.named_parameters() if part.grad is not None}
 
 
-def measure(name: str, precision: str, steps: int, layers: int = 0) -> Iterator[dict[str, Any]]:
+def measure(
+    name: str, precision: str, steps: int, layers: int = 0, given: Mapping[str, Any] = {}
+) -> Iterator[dict[str, Any]]:
     bench = Bench(name, precision, layers)
     yield {"parameters": sum(part.numel() for part in bench.model.parameters())}
     plain = bench.gradients()
@@ -182,7 +184,7 @@ def measure(name: str, precision: str, steps: int, layers: int = 0) -> Iterator[
     tide = lowtide.attach(bench.model, "exact", min_size=0, check="full")
     yield {"exact": are_equal(plain, bench.gradients())}
     tide.detach()
-    tide = lowtide.attach(bench.model, min_size=0, check=True)
+    tide = lowtide.attach(bench.model, min_size=0, check=True, **given)
     noise = []
     for _ in range(steps):
         lossy = bench.gradients()
@@ -220,6 +222,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("architectures", nargs="?", default=",".join(ARCHITECTURES), metavar="NAMES", help="(default: all)")
     add("--precision", default="fp32,bf16", help="of fp32, bf16 (autocast) (default: %(default)s)")
     add("--layers", type=int, default=0, help="of architectures that say how many (default: two, as a rule)")
+    add("--budget-set", action="append", default=[], metavar="KEY=VALUE", help="e.g. remake=linear; may be repeated")
     add("--steps", type=int, default=18, help="in which bounds set themselves (default: %(default)s)")
     arguments.add_output(parser, out="benchmarks/results/architectures.csv")
 
@@ -243,6 +246,7 @@ def choose(options: argparse.Namespace) -> tuple[list[str], list[str], str]:
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     arguments.require_positive(options, "steps")
     names, precisions, version = choose(options)
+    given = parse_options(options.budget_set)
     flat = [name for name in names if options.layers and not any(key in ARCHITECTURES[name][1] for key in _LAYERS)]
     if flat:
         raise UsageError(f"{', '.join(flat)}: configured by other words than a number of layers; leave --layers out")
@@ -253,9 +257,10 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for name in names:
         for precision in precisions:
-            found = attempt(measure(name, precision, options.steps, options.layers), options)
+            found = attempt(measure(name, precision, options.steps, options.layers, given), options)
             called = f"{name}, {options.layers} layers" if options.layers else name
             row = {**shared, "date": now(), "architecture": called, "precision": precision, **found}
+            row["settings"] = " ".join(options.budget_set)
             out.append(row)
             rows.append(row)
             arguments.say(" ".join(_cells(row)))

@@ -413,11 +413,17 @@ def _can_be_remade(maker: Maker, entry: Entry, choices: list[tuple[Handle, Decis
         )
     ):
         return False
-    coded = [source.kept for source in maker.sources if type(source.kept) is not Alias]
-    if not coded:
+    stored = [source.kept for source in maker.sources if type(source.kept) is not Alias]
+    if not stored and not maker.is_chain:
         return maker.is_exact
-    are_bounded = all(type(kept) is Coded and getattr(kept.payload.codec, "takes_bound", False) for kept in coded)
-    return are_bounded and all(decision.bound is not None for _, decision in choices)
+    return all(map(_is_bounded, stored)) and all(decision.bound is not None for _, decision in choices)
+
+
+def _is_bounded(kept: Any) -> bool:
+    """Whether a save has an error that a bound, its own or those of what it is made of, keeps small."""
+    if type(kept) is Remade:
+        return all(type(source.kept) is Alias or _is_bounded(source.kept) for source in kept.maker.sources)
+    return type(kept) is Coded and getattr(kept.payload.codec, "takes_bound", False)
 
 
 @cache

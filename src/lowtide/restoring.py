@@ -67,44 +67,70 @@ class Remade:
     """A save that is made again by the ops that made it, from what these have saved themselves.
 
     What attention made is read twice in a row: by the layer behind it, and by attention's own backward. The second one
-    gets it from the first. ``saves`` is how many share this.
+    gets it from the first. ``saves`` is how many share this. What a source was made of goes to the next who asks for
+    it, likewise: as a rule that is backward of the op that made it.
     """
 
-    __slots__ = ("_left", "_lent", "_maker", "_saves")
+    __slots__ = ("_left", "_lent", "_saves", "maker")
 
     def __init__(self, maker: Maker, saves: int) -> None:
-        self._maker, self._saves = maker, saves if maker.formula.attention is not None else 1
+        self.maker, self._saves = maker, saves if maker.formula.attention is not None else 1
         self._left = 0  # asked for that often again, as a rule
         self._lent: tuple[int, Tensor] | None = None
+        if maker.shared is not None:
+            maker.shared.users += 1
 
     @property
     def is_lent(self) -> bool:
         """Whether what was given last will be given to somebody else, too."""
         return self._lent is not None
 
-    def restore(self, handle: Handle) -> Tensor:
-        return layout.restore(self._make(handle.spec), handle.spec)  # another save may have it transposed
+    def lend(self, tensor: Tensor) -> None:
+        """As for a payload."""
+        self._lent, self._left = (stream_of(tensor.device), tensor), 1
 
-    def _make(self, spec: TensorSpec) -> Tensor:
-        stream, lent = stream_of(spec.device), self._lent
-        if lent is not None and lent[0] == stream:
+    def restore(self, handle: Handle) -> Tensor:
+        spec, lent = handle.spec, self._lent
+        if lent is not None and lent[0] == stream_of(spec.device):
             self._left -= 1
             self._lent = lent if self._left else None
-            return lent[1]
+            return _as_saved(lent[1], spec)
         tensor = self._run(spec)
         self._left = self._saves - 1
-        self._lent = (stream, tensor) if self._left else None
+        self._lent = (stream_of(spec.device), tensor) if self._left else None
         return tensor
 
     def _run(self, spec: TensorSpec) -> Tensor:
-        maker = self._maker
-        sources = [source.restore() for source in maker.sources]
-        with Plainly(spec.device.type):
-            tensor = maker.run(sources, spec.dtype)
-        for source, restored in zip(maker.sources, sources, strict=True):
-            if type(source.kept) is Coded:
-                source.kept.lend(restored)  # backward of the op that made this is next, as a rule
+        maker, device = self.maker, spec.device
+        first = maker.shared.take(stream_of(device)) if maker.shared is not None else None
+        sources = [source.restore() for source in maker.sources] if first is None else []
+        with Plainly(device.type):
+            if maker.shared is None or maker.spec is None:
+                tensor = layout.restore(maker.run(sources, spec.dtype), spec)  # another save may have it transposed
+            else:
+                first = maker.begin(sources) if first is None else first
+                tensor = _as_saved(_laid_out(maker.follow(first, spec.dtype), maker.spec), spec)
+        if sources and torch._C._current_graph_task_id() != -1:  # backward of what made the sources is next, as a rule
+            if maker.shared is not None and first is not None:
+                maker.shared.lend(stream_of(device), first)
+            for source, restored in zip(maker.sources, sources, strict=True):
+                if type(source.kept) is Coded or type(source.kept) is Remade:
+                    source.kept.lend(restored)
         return tensor
+
+
+def _laid_out(tensor: Tensor, spec: TensorSpec) -> Tensor:
+    """A tensor with its values in memory as they were; a view with gaps may be any other."""
+    if tensor.stride() == spec.stride or not layout.is_dense(spec.shape, spec.stride):
+        return tensor
+    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device).copy_(tensor)
+
+
+def _as_saved(tensor: Tensor, spec: TensorSpec) -> Tensor:
+    """The same memory in the geometry of another save."""
+    if tensor.shape == spec.shape and (tensor.stride() == spec.stride or not layout.is_dense(spec.shape, spec.stride)):
+        return tensor
+    return tensor.as_strided(spec.shape, spec.stride, tensor.storage_offset())
 
 
 def _unlike(handle: Handle, tensor: Tensor) -> PayloadError:

@@ -60,7 +60,7 @@ class Session:
         check: bool | str = False,
         min_size: int = MIN_SIZE,
         recast: bool = True,
-        remake: bool | None = None,
+        remake: bool | str | None = None,
         refresh: int = 64,
         seed: int = 0,
         compile: bool | Mapping[str, Any] = False,
@@ -71,9 +71,7 @@ class Session:
         if not isinstance(refresh, int) or refresh < 1:
             raise AttachError(f"refresh is a number of saves, 1 or more; got {refresh!r}")
         chosen = methods.create(method, **options)
-        if remake and not hasattr(chosen, "remakes"):
-            able = [name for name in METHODS.names() if hasattr(METHODS.load(name), "remakes")]
-            raise AttachError(f"remake goes with the methods {', '.join(able)}; {method!r} holds what it was made for")
+        products = _check_remake(remake, method, chosen)
         self.method = method
         self.ledger = Ledger()
         self.controller = chosen.controller()
@@ -81,16 +79,16 @@ class Session:
         given, values = load_rules(rules), chosen.values()
         own = boundary_rules(boundary, values) if again else ()
         policy = Policy(self.controller, values, given + own, poison=bool(check), given=len(given))
-        remakes = getattr(chosen, "remakes", False) if remake is None else remake
+        remakes = getattr(chosen, "remakes", False) if remake is None else bool(remake)
         wanted = getattr(chosen, "joins", None)
-        joins = remakes and (remake is True if wanted is None else wanted)
+        joins = remakes and (bool(remake) if wanted is None else wanted)
         self._pipeline = pipeline = Pipeline(
             policy, _find_store(store, chosen), self.ledger, seed=seed, check=check, refresh=refresh,
             waits=getattr(self.controller, "follows_sizes", False), joins=joins,
         )  # fmt: skip
         self._capture = capture = Capture(
             model, self.ledger, pipeline.settle, pipeline.left, pipeline.settle_rest, min_size=min_size, recast=recast,
-            remake=remakes, joins=joins,
+            remake=remakes, products=products, joins=joins,
         )  # fmt: skip
         self._scopes = capture.scopes
         self._scopes.on_forward = self._after_forward
@@ -250,7 +248,7 @@ class Session:
         """
         from lowtide.compiled.start import refuse, start
 
-        refuse(self._modules, self._calls, self._regions, self._graphs)
+        refuse(self._modules, self._calls, self._regions, self._graphs, products=self._capture.products)
         self._calls = start(
             self._modules[0], self._pipeline, self._capture, self._aside, backend=backend, options=options
         )
@@ -348,7 +346,9 @@ def attach(model: nn.Module, method: str = DEFAULT_METHOD, **options: Any) -> Se
         recast: make autocast's copies of parameters again in backward instead of keeping them.
         remake: make what GELU, SiLU and layer norms have made again in backward, from what they have read, instead of
             holding both; and hold what a batch norm has read and what ReLU made of its output as one payload. With
-            methods budget (by default; its option ``pairs`` is for the latter), fixed and exact.
+            methods budget (by default; its option ``pairs`` is for the latter), fixed and exact. ``"linear"`` (method
+            budget): run linear layers again, too, so that queries, keys and values and what GELU or a gate reads are
+            not held: half to a third of the bytes of a transformer, for about a fifth of its products once more.
         refresh: bounds given as multiples of a statistic, and the tables of coders, are measured again every so many
             saves of a place in the model (and at its saves 1, 2, 4, 8, 16 and 32); 1 measures at every save.
         seed: of the dither; the global RNG is never touched.
@@ -373,6 +373,22 @@ def compress(model: nn.Module | None = None, method: str = DEFAULT_METHOD, **opt
             yield session
     finally:
         session.detach()
+
+
+def _check_remake(remake: bool | str | None, name: str, method: methods.Method) -> bool:
+    """Whether linear layers are to be run again; refuses what the method does not do."""
+    if remake is not None and remake not in (False, True, "linear"):
+        raise UnknownNameError("value of remake", str(remake), ("False", "True", "linear"))
+    attribute = "remakes_products" if remake == "linear" else "remakes"
+    if remake and not hasattr(method, attribute):
+        able = [each for each in METHODS.names() if hasattr(METHODS.load(each), attribute)]
+        if remake == "linear" and hasattr(method, "remakes"):
+            raise AttachError(
+                f"remake='linear' goes with the method {', '.join(able)}, which bounds inputs of layers by what is "
+                f"made of them; {name!r} does not"
+            )
+        raise AttachError(f"remake goes with the methods {', '.join(able)}; {name!r} holds what it was made for")
+    return remake == "linear"
 
 
 def _find_store(store: str | Store | None, method: methods.Method) -> Store:

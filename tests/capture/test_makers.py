@@ -375,3 +375,33 @@ def test_a_norm_with_given_statistics_is_rounded_once(dtype, affine):
     assert got.shape == expected.shape and got.dtype == dtype
     limit = torch.finfo(dtype).eps / 2 * expected.abs() + 2 * 32 * torch.finfo(torch.float32).eps
     assert bool(((got.double() - expected).abs() <= limit).all())
+
+
+@pytest.mark.parametrize("scale", [0.03, 1.0, 30.0])
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.BatchNorm1d])
+def test_a_norm_of_what_is_made_again(kind, scale):
+    """Its spreads say nothing about the errors of what its input is made of: noise is the same at every scale."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), kind(32), nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
+    with torch.no_grad():
+        model[0].weight.mul_(scale)
+        model[0].bias.mul_(scale)
+    x, targets = torch.randn(512, 32), torch.randint(10, (512,))
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        F.cross_entropy(model(x), targets).backward()
+        return [part.grad.clone() for part in model.parameters()]
+
+    plain, noise = gradients(), []
+    with lowtide.compress(model, noise=0.01, remake=True, min_size=0, coder="blocks") as session:
+        for _ in range(16):
+            lossy = gradients()
+            session.step()
+            noise.append([float((a - b).square().sum() / b.square().sum()) for a, b in zip(lossy, plain, strict=True)])
+        (norm,) = (entry for name, entry in session.ledger.sites.items() if "norm.input" in name)
+    assert norm.codec == "again by gelu"
+    assert not session.controller.events()
+    bottom, _, scales, *_ = torch.tensor(noise[10:]).mean(0)
+    assert bottom < 3 * 0.01, "what is asked for; it was 60 times that"
+    assert scales < 3 * 0.1

@@ -27,12 +27,20 @@ def normal(*shape: int) -> Tensor:
 
 
 def predicted(
-    op: str, field: str, family: str, y: Tensor, gy: Tensor, x: Tensor, variances: Tensor | None = None
+    op: str,
+    field: str,
+    family: str,
+    y: Tensor,
+    gy: Tensor,
+    x: Tensor,
+    variances: Tensor | None = None,
+    *,
+    even: bool = False,
 ) -> dict[str, float]:
     """v * S of each gradient, from the node that made ``y`` and what backward makes of ``gy``."""
     node = y.grad_fn
     with torch.no_grad():
-        probes = sensitivity.probes(Site("", op, field), family, node, x.detach())
+        probes = sensitivity.probes(Site("", op, field), family, node, x.detach(), even=even)
         grads = node(gy, *[None] * (len(node._input_metadata) - 1))
         grads = grads if isinstance(grads, tuple) else (grads,)
         felt = Arrived(gy) if variances is None else Arrived(gy).felt(variances)
@@ -115,9 +123,10 @@ def test_linear(values):
     assert measured(lambda values: gy.t() @ values, x, 1.0, 200) == pytest.approx(expected, rel=0.03)
 
 
-@pytest.mark.parametrize("kind", ["alike", "uneven", "behind ReLU"])
+@pytest.mark.parametrize("kind", ["alike", "uneven", "behind ReLU", "even"])
 def test_batch_norm(kind):
-    """Errors are alike; or a tenth where values are above the mean; or so and gY is zero where they are not."""
+    """Errors are alike in units of each channel's spread; or a tenth where values are above the mean; or so and gY is
+    zero where they are not; or errors are of one size in all channels."""
     x = normal(16, 12, 6, 6) * torch.rand(1, 12, 1, 1).add(0.3) + normal(1, 12, 1, 1)
     x = x.detach().requires_grad_()
     norm = nn.BatchNorm2d(12).double()
@@ -126,11 +135,12 @@ def test_batch_norm(kind):
     y = norm(x)
     mean, std = x.detach().mean((0, 2, 3), keepdim=True), x.detach().std((0, 2, 3), keepdim=True, correction=0)
     gy = torch.randn_like(y) + 0.3 * normal(1, 12, 1, 1) * (x.detach() - mean)
-    unit = std * (1.0 if kind == "alike" else torch.where(x.detach() > mean, 0.1, 1.0))
+    unit = std * torch.where(x.detach() > mean, 0.1, 1.0) if kind in ("uneven", "behind ReLU") else std
     if kind == "behind ReLU":
         gy = gy * (x.detach() > mean)
-    variances = None if kind == "alike" else (unit / std).square()
-    found = predicted("native_batch_norm", "input", "norm", y, gy, x, variances)
+    variances = (unit / std).square() if kind in ("uneven", "behind ReLU") else None
+    unit = torch.ones_like(unit) if kind == "even" else unit
+    found = predicted("native_batch_norm", "input", "norm", y, gy, x, variances, even=kind == "even")
     node = y.grad_fn
 
     def backward(values: Tensor, mask: tuple[bool, bool, bool]) -> tuple[Tensor, ...]:
@@ -145,8 +155,9 @@ def test_batch_norm(kind):
     assert onward == pytest.approx(found[PROPAGATED], rel=0.05)
 
 
+@pytest.mark.parametrize("even", [False, True], ids=["by channel", "even"])
 @pytest.mark.parametrize("kind", ["convolution", "linear"])
-def test_the_weight_below_a_batch_norm(kind):
+def test_the_weight_below_a_batch_norm(kind, even):
     """One number for a whole channel is wrong, and its weight's gradient shows it: the energy of gX does not."""
     if kind == "convolution":
         x, weight, op, field = relu(24, 16, 8, 8), normal(12, 16, 3, 3), "convolution", "input"
@@ -154,7 +165,7 @@ def test_the_weight_below_a_batch_norm(kind):
     else:
         x, weight, op, field = relu(600, 40), normal(12, 40), "mm", "self"
         apply = F.linear
-    weight = nn.Parameter(weight)
+    weight = nn.Parameter(weight * torch.linspace(0.7, 1.5, 12).view(-1, *[1] * (weight.dim() - 1)))
     hidden = apply(x, weight)
     norm = (nn.BatchNorm2d if kind == "convolution" else nn.BatchNorm1d)(12).double()
     y = norm(hidden)
@@ -162,7 +173,7 @@ def test_the_weight_below_a_batch_norm(kind):
     node, below, at = y.grad_fn, hidden.grad_fn, hidden.detach()
     producer = Producer.of(Site("", op, field), below, x)
     with torch.no_grad():
-        probes = sensitivity.probes(Site("", "native_batch_norm", "input"), "norm", node, at, producer)
+        probes = sensitivity.probes(Site("", "native_batch_norm", "input"), "norm", node, at, producer, even=even)
         probe = next(probe for probe in probes if probe.kind == BELOW)
         expected = VARIANCE * float(probe.measure((), Arrived(gy)))
     assert probe.weight is weight
@@ -176,17 +187,20 @@ def test_the_weight_below_a_batch_norm(kind):
             return torch.autograd.grad(apply(x, weight), weight, gx)[0]
 
     std = at.std([axis for axis in range(at.dim()) if axis != 1], keepdim=True, correction=0)
+    std = torch.ones_like(std) if even else std
     assert measured(gradient, at, std, 400) == pytest.approx(expected, rel=0.15)
 
 
+@pytest.mark.parametrize("even", [False, True], ids=["by row", "even"])
 @pytest.mark.parametrize("scaled", [True, False])
-def test_layer_norm(scaled):
+def test_layer_norm(scaled, even):
     x = (normal(40, 48) * torch.rand(40, 1).add(0.2)).detach().requires_grad_()
     norm = nn.LayerNorm(48, elementwise_affine=scaled).double()
     y = norm(x)
     std = x.detach().std(1, keepdim=True, correction=0)
     gy = torch.randn_like(y) + 0.3 * x.detach() / std
-    found = predicted("native_layer_norm", "input", "norm", y, gy, x)
+    std = torch.ones_like(std) if even else std
+    found = predicted("native_layer_norm", "input", "norm", y, gy, x, even=even)
     node = y.grad_fn
 
     def backward(values: Tensor, mask: tuple[bool, bool, bool]) -> tuple[Tensor, ...]:
@@ -203,14 +217,16 @@ def test_layer_norm(scaled):
         assert scale == pytest.approx(found[SCALE], rel=0.1)
 
 
-def test_group_norm():
+@pytest.mark.parametrize("even", [False, True], ids=["by row", "even"])
+def test_group_norm(even):
     """Channels of one spread: then a bound by channel and sample is the group's too."""
     x = (normal(6, 8, 10, 10) * torch.rand(6, 1, 1, 1).add(0.2)).detach().requires_grad_()
     norm = nn.GroupNorm(2, 8).double()
     y = norm(x)
     std = x.detach().std((2, 3), keepdim=True, correction=0)
     gy = torch.randn_like(y) + 0.3 * x.detach() / std
-    found = predicted("native_group_norm", "input", "norm", y, gy, x)
+    std = torch.ones_like(std) if even else std
+    found = predicted("native_group_norm", "input", "norm", y, gy, x, even=even)
     node = y.grad_fn
 
     def backward(values: Tensor, mask: tuple[bool, bool, bool]) -> tuple[Tensor, ...]:
@@ -273,7 +289,9 @@ def test_what_has_no_formula_has_no_probe():
     assert sensitivity.probes(Site("", "cumsum", "self"), "pointwise", y.grad_fn, y.detach()) == []
 
 
-@pytest.mark.parametrize("op", ["convolution", "addmm", "native_batch_norm", "native_layer_norm"])
+@pytest.mark.parametrize(
+    "op", ["convolution", "addmm", "native_batch_norm", "native_layer_norm", "even batch norm", "even layer norm"]
+)
 def test_a_spot_check_finds_the_variance(op, monkeypatch):
     """Of a part of the tensor, with the real gradient: the variance that the errors were drawn with."""
     monkeypatch.setattr("lowtide.capture.spot._ENOUGH", 8000)
@@ -281,16 +299,17 @@ def test_a_spot_check_finds_the_variance(op, monkeypatch):
         x, module, field = relu(8, 16, 10, 10), nn.Conv2d(16, 24, 3, padding=1, stride=2), "input"
     elif op == "addmm":
         x, module, field = relu(200, 64), nn.Linear(64, 48), "mat1"
-    elif op == "native_batch_norm":
-        x, module, field = normal(8, 128, 6, 6), nn.BatchNorm2d(128), "input"
+    elif "batch" in op:
+        x, module, field = normal(8, 128, 6, 6) * torch.rand(1, 128, 1, 1).add(0.1), nn.BatchNorm2d(128), "input"
     else:
-        x, module, field = normal(4, 50, 128), nn.LayerNorm(128), "input"
+        x, module, field = normal(4, 50, 128) * torch.rand(4, 50, 1).add(0.1), nn.LayerNorm(128), "input"
+    op, even = op.replace("even ", "native_").replace(" ", "_"), op.startswith("even")
     y = module.double()(x.requires_grad_())
     gy, x = torch.randn_like(y), x.detach()
     with torch.no_grad():
-        check = SpotCheck.of(Site("", op, field), y.grad_fn, x)
+        check = SpotCheck.of(Site("", op, field), y.grad_fn, x, even=even)
     unit = 1.0
-    if "norm" in op:
+    if "norm" in op and not even:
         over = (0, 2, 3) if op == "native_batch_norm" else (2,)
         unit = x.std(over, keepdim=True, correction=0)
     assert check.part.numel() < x.numel()

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from lowtide.capture import needs
 from lowtide.capture.graph import saved_dim
-from lowtide.capture.sums import Arrived, norm, square, working
+from lowtide.capture.sums import Arrived, noise_like, norm, square, working
 
 Grads = Sequence[Tensor | None]
 Measure = Callable[[Grads, Arrived], Tensor]
@@ -42,7 +42,6 @@ BIASES = ("attn_mask", "attn_bias")  # the fields of masks and biases
 _FIELDS = ("query", "key", "value", "output")
 _ENTRIES = 1 << 21  # scores that are looked at, at most: a few of these are held at a time
 _SAMPLES = 2
-_SEED = 0x5EA0F10DE
 _TRIED = 1e-4  # variance of a score's error that is tried: far from where the exponential bends
 
 
@@ -122,7 +121,7 @@ def measure_attention(node: Any, field: str, *, again: bool = False) -> Measure 
         x = saved[field]
         gy = arrived.gradient[: x.shape[0], :, part.rows].to(x.dtype)
         spread = _spread_to_try(saved, field, part.scale)
-        errors = _errors(x)
+        errors = noise_like(x)
         exact = part.gradients(gy, saved, sums)
         tried = part.gradients(gy, {**saved, field: torch.addcmul(x, errors, spread)}, sums, again)
         shares = [square(b - a) / square(a).clamp(min=1e-30) for a, b in zip(exact, tried, strict=True)]
@@ -140,7 +139,7 @@ def slopes(saved: Mapping[str, Tensor], scale: float | None, *, is_causal: bool,
     exact, found = part.output(wide), []
     for field, x in wide.items():
         spread = _spread_to_try(wide, field, part.scale)
-        error = part.output({**wide, field: torch.addcmul(x, _errors(x), spread)}) - exact
+        error = part.output({**wide, field: torch.addcmul(x, noise_like(x), spread)}) - exact
         found.append(square(error) / (error.numel() * spread.square()))
     return found
 
@@ -215,13 +214,3 @@ def _spread_to_try(saved: Mapping[str, Tensor], field: str, scale: float) -> Ten
         return norm(x).div_(math.sqrt(x.numel())).clamp_(min=1e-20)
     length = norm(other).div_(math.sqrt(other.numel() / other.shape[-1]))
     return math.sqrt(_TRIED) / length.mul_(abs(scale)).clamp_(min=1e-20)
-
-
-def _errors(x: Tensor) -> Tensor:
-    """As dither makes them, of variance one."""
-    return torch.empty_like(x).uniform_(-math.sqrt(3), math.sqrt(3), generator=_generator(x.device))
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    """The same draw every time, and nobody else's: values may have been drawn from a seed that users choose."""
-    return torch.Generator(device).manual_seed(_SEED)

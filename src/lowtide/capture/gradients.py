@@ -27,7 +27,6 @@ from lowtide.capture.attention import is_attention
 from lowtide.capture.channels import Channels
 from lowtide.capture.flow import Flow
 from lowtide.capture.handles import Alias, Entry, Handle, Passed
-from lowtide.capture.makers import Maker
 from lowtide.capture.momentum import Momentum
 from lowtide.capture.numbers import Known, Record, read
 from lowtide.capture.parcel import Parcel
@@ -102,15 +101,17 @@ class Collector:
         with torch.no_grad(), torch.autocast(handle.spec.device.type, enabled=False):
             x = handle.restore()
             again = is_attention(site.op, site.field) and makers.makes_output(node)
-            parts = self._parts(node, handle, x, is_alone=again)
+            parts = self._parts(node, handle, x, is_alone=again and site.field == "output")
             below = self._below(node) if "batch_norm" in site.op else None
-            probes = sensitivity.probes(site, need.family, node, x, below, again=again)
+            even = parts[0][1] is not None  # made again of another tensor, whose errors know nothing of these rows
+            probes = sensitivity.probes(site, need.family, node, x, below, again=again, even=even)
             for probe in probes:
                 self._find_weight(node, probe, [record for record, _ in parts])
             if wish.flow:
                 self._flow.add(site.name, node, [probe.edge for probe in probes if probe.kind == PROPAGATED])
             self._remember(Producer.of(site, node, x))
-            check = SpotCheck.of(site, node, x) if site.name in wish.checks and len(parts) == 1 else None
+            is_checked = site.name in wish.checks and len(parts) == 1
+            check = SpotCheck.of(site, node, x, even=even) if is_checked else None
             channels = Channels.of(node, x) if wish.channels and "batch_norm" in site.op else None
         uneven = weakref.ref(handle) if "batch_norm" in site.op else None
         hook = _Hook(parts, probes, peaks=wish.peaks, channels=channels, uneven=uneven)
@@ -120,21 +121,18 @@ class Collector:
 
     def _parts(self, node: Any, handle: Handle, x: Tensor, *, is_alone: bool) -> list[Part]:
         """The records that a save's gradients count for: its own or, where it is made again of several stored tensors,
-        one for each of these. ``is_alone``: what attention saved has its own in any case, since it is measured for all
-        that it saved together."""
-        maker = handle.entry.maker if handle.entry is not None else None
-        if is_alone or not isinstance(maker, Maker) or any(source.site is None for source in maker.sources):
+        one for each of these. ``is_alone``: what attention made has its own in any case, since what it saved is
+        measured together."""
+        found = [] if is_alone else makers.origins(handle)
+        if not found or any(origin.handle.site is None for origin in found):
             return [(self._record(node, handle, handle, x, ""), None)]  # or its input is nobody's to store: no error
-        name, stored = handle.name, [source.restore() for source in maker.sources]
-        names = [name, *(f"{name} ({number})" for number in range(2, len(stored) + 1))]
-        records = [
-            self._record(node, handle, source, part, name)
-            for name, source, part in zip(names, maker.sources, stored, strict=True)
-        ]
-        gains = maker.gains(stored)
-        for record, gain in zip(records, gains, strict=True):
-            record.add("slope", gain)
-        return list(zip(records, gains, strict=True))
+        parts: list[Part] = []
+        for number, origin in enumerate(found, 1):
+            name = handle.name if number == 1 else f"{handle.name} ({number})"
+            record = self._record(node, handle, origin.handle, origin.stored, name)
+            record.add("slope", origin.gain)
+            parts.append((record, origin.gain))
+        return parts
 
     def _record(self, node: Any, handle: Handle, held: Handle, stored: Tensor, name: str) -> Record:
         """A record of the site; the first forward of a step begins it. ``held`` is the save of ``stored``, which its

@@ -42,8 +42,13 @@ def saved_by(node: Any) -> Iterator[tuple[str, Any]]:
 
 def saved_dim(node: Any) -> int:
     """The axis that ``node`` works along; torch shows a negative one as an unsigned number."""
-    dim = int(node._saved_dim)
-    return dim - (1 << 64) if dim >= 1 << 63 else dim
+    return signed(node._saved_dim)
+
+
+def signed(number: Any) -> int:
+    """A number that torch may show as an unsigned one."""
+    number = int(number)
+    return number - (1 << 64) if number >= 1 << 63 else number
 
 
 _MARK = "lowtide.visited"

@@ -42,6 +42,7 @@ class Capture:
         min_size: int,
         recast: bool,
         remake: bool = False,
+        products: bool = False,
         joins: bool = False,
     ) -> None:
         self._has_model = model is not None
@@ -51,6 +52,7 @@ class Capture:
         self._settle, self._leave, self._settle_rest = settle, leave, settle_rest
         self._ledger = ledger
         self.min_size, self._recast, self._remake, self._joins = min_size, recast, remake, joins
+        self.products = products
         self.on_named: Callable[[Any, Handle], None] | None = None  # while statistics are wanted
         self._habits = Habits()
         self._sharding = Sharding(model)
@@ -198,7 +200,7 @@ class Capture:
         if entry.raw is None:
             entry.raw, entry.spec = tensor.detach(), handle.spec
         if self._remake and entry.maker is None:
-            maker = makers.find(tensor, sharded=self._sharding.is_on)
+            maker = makers.find(tensor, sharded=self._sharding.is_on, products=self.products)
             entry.maker = maker or (pairs.find(tensor) if self._joins else None)
         return entry
 

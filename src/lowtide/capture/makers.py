@@ -7,19 +7,25 @@ that is written out is two products, of which all that is needed is the norm's i
 What is made again from stored inputs carries their errors through the ops: GELU multiplies them by 1.13 at most, SiLU
 by 1.1, a product by the other factor. A norm is made with the statistics of the exact input, which are kept anyway:
 each value's error is that of the input, divided by its row's spread, times the scale.
+
+Where a user asks for it, what linear layers have made of such tensors is made again, too, and what of that was divided,
+turned, scaled or added up: queries, keys and values, the inputs of GELU and of gates. It costs their products once
+more, about as long as coding what they have made takes. A row of theirs mixes the errors of a row of the input.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowtide import bounds
-from lowtide.capture import attend, attention
+from lowtide.capture import attend, attention, chains, identity
+from lowtide.capture.chains import Part
 from lowtide.capture.formulas import Formula
 from lowtide.capture.handles import Alias, Handle, Passed, Recast
 from lowtide.capture.sharding import has_memory
@@ -33,16 +39,51 @@ _TURNS = frozenset(("TransposeBackward0", "PermuteBackward0"))
 _MOST_STEPS = 6  # views and casts on the way to an op
 _MOST_OPS = 4  # one after the other
 
+_PRODUCTS = {"AddmmBackward0": "mat1", "MmBackward0": "self"}
+_SHARED = "lowtide.shared"
+
 Owned = Handle | Passed | Recast
+
+
+class Shared:
+    """What several chains begin with: a layer's result, of which queries, keys and values are parts. The first one
+    that needs it makes it, and the last one that asks is given it, if all ask on one stream."""
+
+    __slots__ = ("__weakref__", "_left", "_lent", "users")
+
+    def __init__(self) -> None:
+        self.users = 0  # how many tensors are not stored because of it
+        self._left = 0
+        self._lent: tuple[int, Tensor] | None = None
+
+    def take(self, stream: int) -> Tensor | None:
+        lent = self._lent
+        if lent is None or lent[0] != stream:
+            return None
+        self._left -= 1
+        if not self._left:
+            self._lent = None
+        return lent[1]
+
+    def lend(self, stream: int, tensor: Tensor) -> None:
+        self._left = self.users - 1
+        self._lent = (stream, tensor) if self._left else None
 
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """How a tensor is made again: ``formula``, of ``sources``, which are stored, and ``parts``, which are kept."""
+    """How a tensor is made again: ``formula``, of ``sources``, which are stored or made again themselves, and
+    ``parts``, which are kept. Of chains, ``spec`` is how the tensor lay in memory, ``shared`` what they begin with."""
 
     formula: Formula
     sources: tuple[Handle, ...]
     parts: tuple[Owned, ...]
+    spec: TensorSpec | None = None
+    shared: Shared | None = None
+
+    @property
+    def is_chain(self) -> bool:
+        return self.formula.chain is not None
 
     @property
     def op(self) -> str:
@@ -58,29 +99,111 @@ class Maker:
         """Whether all that is read beside the sources will be there as it was."""
         return all(type(part) is not Handle or _is_kept(part) for part in self.parts)
 
+    @property
+    def beside(self) -> list[Callable[[], Tensor]]:
+        return [part.restore for part in self.parts]
+
     def run(self, sources: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        return self.formula.run(sources, [part.restore for part in self.parts], dtype)
+        return self.formula.run(sources, self.beside, dtype)
+
+    def begin(self, sources: Sequence[Tensor]) -> Tensor:
+        """What a chain begins with."""
+        return self.formula.begin(sources, self.beside)
+
+    def follow(self, first: Tensor, dtype: torch.dtype) -> Tensor:
+        """The rest of it."""
+        return self.formula.follow(first, self.beside).to(dtype)
 
     def gains(self, stored: Sequence[Tensor]) -> list[Tensor]:
         """The mean square of the slope, by source, from what is stored: the variance of an error is multiplied by it
-        on the way (norms: of an error in units of its row's spread)."""
+        on the way. A norm's source, if it is stored, has errors in units of its row's spread."""
+        inner = maker_of(self.sources[0])
+        if self.is_chain:
+            profile = inner.formula.profile(inner.beside) if inner is not None else None
+            return [self.formula.trial(stored[0], profile, self.beside, even=inner is not None)]
         if self.formula.attention is not None:
-            return self.formula.gains(stored, [part.restore for part in self.parts])
+            return self.formula.gains(stored, self.beside)
         first = stored[0]
         samples = [bounds.sample(x if x.shape == first.shape else x.view(first.shape), ()) for x in stored]
-        return self.formula.gains(samples, [part.restore for part in self.parts])
+        return self.formula.gains(samples, self.beside, even=inner is not None)
 
 
-def find(tensor: Tensor, *, sharded: bool = False) -> Maker | None:
+class Origin(NamedTuple):
+    """A stored tensor that another one is made of, in one step or several, and what becomes of its error's variance."""
+
+    handle: Handle
+    stored: Tensor
+    gain: Tensor
+
+
+def maker_of(handle: Handle) -> Maker | None:
+    """How what was saved will be made again, or is: None if it is stored."""
+    maker = handle.entry.maker if handle.entry is not None else None
+    if maker is None:
+        maker = getattr(handle.kept, "maker", None)
+    return maker if isinstance(maker, Maker) else None
+
+
+def origins(handle: Handle) -> list[Origin]:
+    """What is stored for a tensor that is made again. Errors that come by several ways are added up."""
+    maker = maker_of(handle)
+    if maker is None:
+        return []
+    stored = [source.restore() for source in maker.sources]
+    found: dict[int, Origin] = {}
+    for source, tensor, gain in zip(maker.sources, stored, maker.gains(stored), strict=True):
+        for origin in origins(source) or [Origin(source, tensor, gain.new_ones(()))]:
+            key = id(origin.handle.entry) if origin.handle.entry is not None else id(origin.handle)
+            total = origin.gain * gain
+            before = found.get(key)
+            found[key] = origin._replace(gain=total if before is None else before.gain + total)
+    return list(found.values())
+
+
+def find(tensor: Tensor, *, sharded: bool = False, products: bool = False) -> Maker | None:
     """How ``tensor`` can be made again: with nothing but casts and changes of shape between the ops that made it.
 
     ``sharded``: weights may be without their memory when the tensor is asked for, since that is another layer's turn.
+    ``products``: linear layers may be run again, and what is done to their results.
     """
-    if type(tensor.grad_fn).__name__ not in _KNOWN:  # most tensors: the rest is not worth a look
-        return None
+    name = type(tensor.grad_fn).__name__  # of most tensors one that is not worth a look
+    if name in _KNOWN:
+        walk = Walk(_is_handle, _is_owned, _is_intact)
+        formula = walk.behind(tensor.grad_fn)
+        maker = make(formula, walk.sources, walk.parts, tensor, sharded=sharded) if formula is not None else None
+        if maker is not None:
+            return maker
+    return _find_chain(tensor) if products and not sharded and name in _CHAINED else None
+
+
+def _find_chain(tensor: Tensor) -> Maker | None:
     walk = Walk(_is_handle, _is_owned, _is_intact)
-    formula = walk.behind(tensor.grad_fn)
-    return make(formula, walk.sources, walk.parts, tensor, sharded=sharded) if formula is not None else None
+    found = walk.chain_behind(tensor)
+    if found is None:
+        return None
+    formula, first = found
+    return make_chain(formula, walk.sources, walk.parts, tensor, _shared(first))
+
+
+def make_chain(
+    formula: Formula, sources: Sequence[Handle], parts: Sequence[Owned], tensor: Tensor, shared: Shared
+) -> Maker | None:
+    """The maker of ``tensor``, by a chain; None where a norm at its beginning has not read rows that lie in a row."""
+    (source,) = sources
+    if tensor._version or source.spec.device != tensor.device:
+        return None
+    if formula.op != "linear" and not layout.is_contiguous(source.spec):
+        return None
+    return Maker(formula, tuple(sources), tuple(parts), TensorSpec.of(tensor), shared)
+
+
+def _shared(node: Any) -> Shared:
+    known = node.metadata.get(_SHARED)
+    shared = known() if known is not None else None
+    if shared is None:
+        shared = Shared()
+        node.metadata[_SHARED] = weakref.ref(shared)
+    return shared
 
 
 def make(
@@ -169,6 +292,56 @@ class Walk:
         if formula is None:
             del self.sources[sources:], self.parts[parts:]
         return formula
+
+    def chain_behind(self, tensor: Tensor) -> tuple[Formula, Any] | None:
+        """A linear layer or a norm, and what only moves, scales and adds up its result; and the layer's node."""
+        found = chains.read(self, tensor.grad_fn, tensor.output_nr)
+        if found is None:
+            return None
+        first, chain = found
+        name = type(first).__name__
+        inner = self._linear(first) if name in _PRODUCTS else self.read(name, first, 0)
+        if inner is None:
+            return None
+        return Formula(inner.op, (inner,), (first._input_metadata[0].dtype,), chain=chain), first
+
+    def _linear(self, node: Any) -> Formula | None:
+        """A product with a weight, whose gradient needs what it was multiplied by."""
+        bias: Part | None = None
+        if type(node).__name__ == "AddmmBackward0":
+            bias = self.parameter(node.next_functions[0][0])
+            if bias is None or node._saved_alpha != 1 or node._saved_beta != 1:
+                return None
+        source, weight = self.source(_saved(node, _PRODUCTS[type(node).__name__])), self.part(_saved(node, "mat2"))
+        if source is None or weight is None:
+            return None
+        return Formula("linear", (source,), parts=(weight, None if bias is None else bias.number))
+
+    def begins(self, node: Any) -> bool:
+        """As chains ask: at a product with a weight, or at a norm."""
+        return type(node).__name__ in _BEGINNINGS
+
+    def constant(self, node: Any, field: str) -> Part | complex | None:
+        """As chains ask: what has no gradient, or a number."""
+        data = _saved(node, field)
+        if isinstance(data, Tensor):  # no hook was told: of numbers torch saves a tensor of its own, on the host
+            number: complex | None = data.item() if not data.dim() and data.device.type == "cpu" else None
+            return number
+        part = self.part(data)
+        return None if part is None else Part(part)
+
+    def parameter(self, node: Any) -> Part | None:
+        """As chains ask: a parameter that no op has saved, or the cast of one."""
+        dtype = node._input_metadata[0].dtype if type(node).__name__ == _CAST else None
+        part = self.part(self.leaf(node if dtype is None else node.next_functions[0][0], dtype))
+        return None if part is None else Part(part)
+
+    def leaf(self, node: Any, dtype: torch.dtype | None) -> Any:
+        """The parameter that gradients end in at ``node``, in ``dtype``; None if it is no such node."""
+        parameter = identity.parameter_behind(node) if type(node).__name__ == "AccumulateGrad" else None
+        if parameter is None:
+            return None
+        return Passed(parameter, "") if dtype is None else Recast(parameter, dtype, "", is_turned=False)
 
     def source(self, data: Any) -> int | None:
         return _number(self.sources, data) if self.is_source(data) else None
@@ -287,3 +460,5 @@ _READERS: dict[str, Reader] = {
     **dict.fromkeys(attention.NODES, _attention),
 }
 _KNOWN = frozenset((*_READERS, *_VIEWS, _CAST))
+_BEGINNINGS = frozenset((*_PRODUCTS, "NativeLayerNormBackward0", "FusedRmsNormBackward0"))
+_CHAINED = chains.ENDS | _PRODUCTS.keys()

@@ -19,6 +19,7 @@ first order. gY is the gradient that arrives, gX the one that goes on.
 | attention, softmax | inputs | ``attention.py`` |
 
 Bounds of norm inputs are multiples of the spread 1 / r of each channel or row, and so is e in their rows: r drops out.
+Where a norm's input is made again from another tensor, e is of one size all over it, and r^2 stays in each sum.
 
 The row "weight below" is needed because batch norm subtracts xhat * (gY . xhat) / M: an error in that product is one
 number for a whole channel. It adds little to the energy of gX, but all of it along xhat, and xhat is made of what the
@@ -71,7 +72,14 @@ class Geometry:
 
 
 def probes(
-    site: Site, family: str, node: Any, x: Tensor, below: Producer | None = None, *, again: bool = False
+    site: Site,
+    family: str,
+    node: Any,
+    x: Tensor,
+    below: Producer | None = None,
+    *,
+    again: bool = False,
+    even: bool = False,
 ) -> list[Probe]:
     """The gradients that an error in ``x``, which ``node`` saved, reaches; none if no formula is known.
 
@@ -88,7 +96,7 @@ def probes(
             count *= factor
         return [Probe(WEIGHT, ROWS[op, field], lambda _, gy: torch.dot(gy.squares(-1).flatten(), count))]
     if op in _NORMS:
-        return _norm(op, node, x, below)
+        return _norm(op, node, x, below, even)
     if attention.is_attention(op, field):
         measure = attention.measure_attention(node, field, again=again)
         return [] if measure is None else [Probe(PROPAGATED, attention.edge_of(node), measure)]
@@ -160,35 +168,53 @@ _ROW_NORMS = {"native_layer_norm": 2, "fused_rms_norm": 1, "native_group_norm": 
 _NORMS = _BATCH_NORMS | _ROW_NORMS.keys()
 
 
-def _norm(op: str, node: Any, x: Tensor, below: Producer | None) -> list[Probe]:
+def _norm(op: str, node: Any, x: Tensor, below: Producer | None, even: bool) -> list[Probe]:
     """The scale comes last: by then squares of gY by channel are known, and their sum needs no second look at gY."""
     scale = []
     if len(node.next_functions) > 1 and node.next_functions[1][0] is not None:
-        scale.append(Probe(SCALE, 1, lambda _, gy: gy.square()))
+        scale.append(Probe(SCALE, 1, norm_scale(op, node) if even else lambda _, gy: gy.square()))
     if op in _ROW_NORMS:
-        return [Probe(PROPAGATED, 0, _row_norm_input(op, node)), *scale]
+        return [Probe(PROPAGATED, 0, _row_norm_input(op, node, even)), *scale]
     if scale and getattr(node, "_saved_training", True):
-        return [*_batch_norm(node, x, below), *scale]
+        return [*_batch_norm(node, x, below, even), *scale]
     return scale
 
 
-def _batch_norm(node: Any, x: Tensor, below: Producer | None) -> list[Probe]:
+def norm_scale(op: str, node: Any) -> Callable[[Grads, Arrived], Tensor]:
+    """S of a norm's scale, for errors that are of one size all over its input."""
+    inverse_std = getattr(node, f"_saved_result{_ROW_NORMS.get(op, 2)}").flatten()
+
+    def measure(_: Grads, gy: Arrived) -> Tensor:
+        if op in _ROW_NORMS:
+            energy = square(gy.gradient.reshape(inverse_std.numel(), -1), 1)
+        else:
+            energy = gy.squares(_all_but_channels(gy.gradient))
+        return torch.dot(inverse_std.square().to(energy.dtype), energy)
+
+    return measure
+
+
+def _all_but_channels(x: Tensor) -> tuple[int, ...]:
+    return tuple(axis for axis in range(x.dim()) if axis != 1)
+
+
+def _batch_norm(node: Any, x: Tensor, below: Producer | None, even: bool) -> list[Probe]:
     """Weights are read in backward, not here: in between they may be without their memory (FSDP)."""
     inverse_std, count = node._saved_result2.to(working(x)), x.numel() // x.shape[1]
-    rest = tuple(axis for axis in range(x.dim()) if axis != 1)
-    weight = node._saved_weight.detach()
+    rest, weight = _all_but_channels(x), node._saved_weight.detach()
+    reaction = inverse_std.square() if even else inverse_std  # to an error of one unit, but for the scale
 
     def onward(grads: Grads, gy: Arrived) -> Tensor:
         gscale = grads[1]
         assert gscale is not None, "the formula is not asked without it"
         gscale = gscale.to(inverse_std.dtype)
-        even = gscale if gy.evenness is None else gscale * gy.evenness
-        reach = torch.addcmul(gy.squares(rest), gscale, even, value=1 + 2 / count)
-        return torch.dot((weight * inverse_std).square_(), reach) / count
+        weighed = gscale if gy.evenness is None else gscale * gy.evenness
+        reach = torch.addcmul(gy.squares(rest), gscale, weighed, value=1 + 2 / count)
+        return torch.dot((weight * reaction).square_(), reach) / count
 
     found = [Probe(PROPAGATED, 0, onward, reads=(1,))]
     if below is not None:
-        mixed = inverse_std.square() * _mix(node, x, below)
+        mixed = reaction * inverse_std * _mix(node, x, below)
         found.append(
             Probe(BELOW, 0, lambda _, gy: torch.dot((weight * mixed).square_(), gy.squares(rest)), below.weight)
         )
@@ -204,7 +230,7 @@ def _mix(node: Any, x: Tensor, below: Producer) -> Tensor:
     return norms.div_(centred.numel() // centred.shape[1])
 
 
-def _row_norm_input(op: str, node: Any) -> Callable[[Grads, Arrived], Tensor]:
+def _row_norm_input(op: str, node: Any, even: bool) -> Callable[[Grads, Arrived], Tensor]:
     """(h . xhat)^2 / D is what the norm takes out of h: |h|^2 less its mean's part less |gX|^2 / r^2. Needs no xhat."""
     inverse_std = getattr(node, f"_saved_result{_ROW_NORMS[op]}").flatten()
     scale = node._saved_weight
@@ -222,6 +248,7 @@ def _row_norm_input(op: str, node: Any) -> Callable[[Grads, Arrived], Tensor]:
         removed = energy - square(gx.reshape(rows, -1), 1) / inverse_std.square()
         if op != "fused_rms_norm":
             removed -= h.sum(1, dtype=energy.dtype).square() / size
-        return (inverse_std.square() * (removed.clamp_(min=0) * (1 + 2 / size) + energy / size)).sum()
+        reaction = inverse_std.square().square_() if even else inverse_std.square()
+        return (reaction * (removed.clamp_(min=0) * (1 + 2 / size) + energy / size)).sum()
 
     return measure

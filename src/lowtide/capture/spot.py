@@ -32,8 +32,8 @@ class SpotCheck:
     sensitivity: Callable[[Tensor], Tensor]
 
     @classmethod
-    def of(cls, site: Site, node: Any, x: Tensor) -> SpotCheck | None:
-        """None where the op's weight gradient is not one that can be computed here."""
+    def of(cls, site: Site, node: Any, x: Tensor, *, even: bool = False) -> SpotCheck | None:
+        """None where the op's weight gradient is not one that can be computed here. ``even``: as for sensitivities."""
         axis = 1 if "batch_norm" in site.op else 0
         if x.dim() < 2 or not x.numel():
             return None
@@ -43,7 +43,10 @@ class SpotCheck:
             return cls(axis, part, weigher(site, node), lambda gy: probe.measure((), Arrived(gy)))
         if site.op in _INVERSE_STD and getattr(node, "_saved_training", True):
             result = getattr(node, f"_saved_result{_INVERSE_STD[site.op]}")
-            return cls(axis, part, _scale(site.op, result, part, x.shape[0]), square)
+            scaled = _scaled(site.op, result, part, x.shape[0])
+            over = 0 if site.op not in _BATCH_NORMS else tuple(axis for axis in range(x.dim()) if axis != 1)
+            sensitivity = (lambda gy: square(scaled(gy))) if even else square
+            return cls(axis, part, lambda error, gy: scaled(gy * error).sum(over), sensitivity)
         return None
 
     def variance(self, stored: Tensor, gy: Tensor, felt: Tensor | None = None) -> Tensor:
@@ -67,14 +70,14 @@ _INVERSE_STD = {
     "native_layer_norm": 2,
     "fused_rms_norm": 1,
 }
+_BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm")
 
 
-def _scale(op: str, inverse_std: Tensor, part: Tensor, samples: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """The gradient of a norm's scale: the sum of gY * error * r over all that the scale's entry governs."""
-    if "batch_norm" in op:
+def _scaled(op: str, inverse_std: Tensor, part: Tensor, samples: int) -> Callable[[Tensor], Tensor]:
+    """Times r, by channel or row; rows come as the first axis. Sums of it are gradients of the norm's scale."""
+    if op in _BATCH_NORMS:
         factor = inverse_std[: part.shape[1]].view(-1, *[1] * (part.dim() - 2))
-        over = [axis for axis in range(part.dim()) if axis != 1]
-        return lambda error, gy: (gy * error * factor).sum(over)
+        return lambda x: x * factor
     rows = inverse_std.numel() * part.shape[0] // samples
     factor = inverse_std.flatten()[:rows].unsqueeze(1)
-    return lambda error, gy: (gy.reshape(rows, -1) * error.reshape(rows, -1) * factor).sum(0)
+    return lambda x: x.reshape(rows, -1) * factor

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+_SEED = 0x5EA0F10DE
 _NARROW = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 Axes = int | tuple[int, ...]
@@ -27,6 +30,13 @@ def square(x: Tensor, dim: Axes | None = None) -> Tensor:
 def count_nonzero(x: Tensor, dim: Axes | None = None) -> Tensor:
     """Number of non-zeros along ``dim``, as floats."""
     return torch.linalg.vector_norm(x, 0, dim, dtype=working(x))
+
+
+def noise_like(x: Tensor) -> Tensor:
+    """Errors as dither makes them, of variance one. The same draw every time, and nobody else's: values may have been
+    drawn from a seed that users choose."""
+    generator = torch.Generator(x.device).manual_seed(_SEED)
+    return torch.empty_like(x).uniform_(-math.sqrt(3), math.sqrt(3), generator=generator)
 
 
 class Arrived:

@@ -18,7 +18,9 @@ from lowtide.pipeline import Pipeline
 _REPLAYING = ("reduce-overhead", "max-autotune")
 
 
-def refuse(modules: Sequence[nn.Module], calls: Calls | None, regions: Any, graphs: Collection[Any]) -> None:
+def refuse(
+    modules: Sequence[nn.Module], calls: Calls | None, regions: Any, graphs: Collection[Any], *, products: bool
+) -> None:
     """What a session is attached to, has compiled, runs again and replays: say why it cannot be compiled, if so."""
     if not modules:
         raise CompileError("compile() needs a model that Lowtide is attached to")
@@ -28,6 +30,11 @@ def refuse(modules: Sequence[nn.Module], calls: Calls | None, regions: Any, grap
         raise CompileError(
             "recompute runs modules again in backward, which a compiled graph cannot ask for; use "
             "torch.utils.checkpoint in the model, which torch.compile understands"
+        )
+    if products:
+        raise CompileError(
+            "remake='linear' runs linear layers again in eager backward only; attach with remake=True to "
+            "compile the model"
         )
     if graphs:
         raise CompileError("compile() before graph(): a step that was captured has no more to be compiled")

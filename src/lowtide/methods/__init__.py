@@ -16,6 +16,7 @@ class Method(Protocol):
     Four things more a method may have, for where ``attach`` is not told otherwise. ``store()`` makes the store for its
     payloads; without it they wait on the device. ``regions()`` says which modules are run again in backward.
     ``remakes`` says that tensors may be made again from others that are held under the same rules: True by default.
+    ``remakes_products`` says that linear layers may be run again for that: its bounds follow what that does to errors.
     ``joins`` says that two tensors may share a payload; without it, where ``attach`` is given ``remake=True``.
     """
 

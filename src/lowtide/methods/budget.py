@@ -22,6 +22,7 @@ class Budget:
     """
 
     remakes: ClassVar[bool] = True
+    remakes_products: ClassVar[bool] = True
 
     noise: float = 0.03
     propagated: float | None = None
