@@ -355,6 +355,8 @@ class Pipeline:
         payload = Payload(codec, held, self.ledger, witness, self._waiting)
         if self._recording is not None:
             self._recording.enlist(payload)
+            if memo is not None:
+                self._recording.rehearse(x, codec, memo)
         if ticket is not None:
             self._waiting.add(Pending(payload, encoded, x, memo, ticket, store, self._waiting))
         elif memo is not None and "words" in encoded.tensors:

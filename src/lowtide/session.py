@@ -211,8 +211,9 @@ class Session:
         Args:
             warmup: eager calls before the first capture, 3 or more.
             refresh: replays at most before bounds and tables are measured anew, and another graph captured if need be.
-            slack: room for each payload beyond what its site took last, as a share of it, in the first graph; 1 at
-                most. Later ones have what payloads that grow need, and as little as a 64th where they do not.
+            slack: room for payloads beyond what they took last, as a share of that, in the first graph; 1 at most.
+                Those of ``rans`` have twice as much, in common; those of ``blocks`` each its own. Later graphs have
+                what was needed, and little where that was little.
             beside: encode and decode beside the step's own kernels, each tensor of backward one ahead. That takes
                 memory for two or three tensors more.
         """

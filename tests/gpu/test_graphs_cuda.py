@@ -177,6 +177,27 @@ def test_beside_the_step_gradients_are_the_same(coder: str, name: str, bf16: boo
     tide.detach()
 
 
+@PRECISIONS
+@MODELS
+def test_what_outgrows_its_room_is_found_in_the_reserve(name: str, bf16: bool) -> None:
+    """Without dither, and with bounds that are numbers, two graphs store the same values, wherever they lie."""
+    run = Run(name, bf16=bf16, batch=64)
+    tide = run.attach("fixed", rounding="nearest", coder="rans", **dict.fromkeys(FAMILIES, 0.05))
+    steps = [tide.graph(run.step, warmup=WARMUP, refresh=64) for _ in range(2)]
+    warm_up(run, steps[0])
+    for _ in range(WARMUP):
+        run.gradients(steps[1], *run.batch())
+    for memo in tide._pipeline.sites.memos():
+        memo.rate *= 0.95
+    for _ in range(12):
+        x, y = run.batch()
+        roomy, again, tight = (run.gradients(step, x, y) for step in (steps[0], steps[0], steps[1]))
+        assert distance(tight, roomy) <= max(4 * distance(again, roomy), 1e-6 if not bf16 else 1e-3)
+        assert int(steps[1]._recording.replay._reserve.taken) > 0
+    assert all(step.replays >= 12 and not step.overflows for step in steps)
+    tide.detach()
+
+
 def make_step(net: nn.Module) -> Callable[[Tensor], Tensor]:
     def step(x: Tensor) -> Tensor:
         loss = net(x).square().mean()
@@ -272,6 +293,7 @@ def test_room_shrinks_where_payloads_do_not_grow() -> None:
         tide.step()
     assert not step.overflows, step.describe()
     assert held[-1] < held[0] and median(room.slack for room in step._rooms._rooms.values()) == 1 / 64
+    assert step._rooms.reserve.share == 1 / 16
     tide.detach()
 
 

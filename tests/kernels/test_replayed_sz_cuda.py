@@ -16,7 +16,7 @@ from test_kernel_sz_cuda import emulated
 from torch import Tensor
 
 from lowtide.codecs.sz import Plan, Sz
-from lowtide.kernels import _sz_cuda
+from lowtide.kernels import _sz_cuda, _workspaces
 from lowtide.kernels._sz_cuda import SzCuda
 from lowtide.kernels._workspaces import Cell, Replay
 from lowtide.records import Bound, Encoded
@@ -186,3 +186,73 @@ def test_launches_can_be_repeated_with_the_same_arguments(coder: str, monkeypatc
             assert bool((error <= BOUND).all())
             fresh, _ = encode(twin, values, plan, Replay(cell))
             assert_same_values(twin.decode(encoded), twin.decode(fresh), "as if encoded anew")
+
+
+def with_reserve(words: int, guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> Replay:
+    """A graph's launches with so many words in common, in memory that is guarded."""
+    monkeypatch.setattr(_workspaces, "torch", guarded)
+    replay = Replay(Cell(CPU))
+    replay.begin(words)
+    return replay
+
+
+@requires_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_what_does_not_fit_goes_to_the_reserve(
+    dtype: torch.dtype, guarded: Guarded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two payloads; whole chunks, those that are stored raw included."""
+    twin, x, plan = make("rans", dtype)
+    x[3 * 4096 : 4 * 4096] = torch.randn(4096).mul(1e6).to(dtype)
+    other = torch.randn(9 * 4096).to(dtype)
+    expected = [twin.decode(encode(twin, values, plan, Replay(Cell(CPU)))[0]) for values in (x, other)]
+    needed = [encode(twin, values, plan, Replay(Cell(CPU)))[1] for values in (x, other)]
+    largest = twin.chunk(plan, dtype)
+    assert largest == 4096 * dtype.itemsize // 4
+    for rooms in ((0, 0), (needed[0] // 2, needed[1] // 3), (31, needed[1]), (needed[0] - 1, needed[1] - 1)):
+        words = sum(need - room + largest for need, room in zip(needed, rooms, strict=True) if need > room)
+        replay = with_reserve(words, guarded, monkeypatch)
+        made = [encode(twin, values, plan, replay, room) for values, room in zip((x, other), rooms, strict=True)]
+        assert [told for _, told in made] == needed, "what is asked for does not depend on where it lies"
+        for (encoded, _), right in zip(made, expected, strict=True):
+            assert_same_values(twin.decode(encoded), right, f"rooms {rooms}")
+        taken = int(replay._reserve.taken)
+        assert 0 < taken <= words
+        heads = torch.cat([encoded.tensors["heads"][::3] for encoded, _ in made])
+        assert int((heads < 0).sum()) >= 1, "the numbers of its words have the top bit"
+        guarded.check()
+
+
+@requires_compiler
+def test_a_reserve_that_is_used_up_loses_what_has_no_place(guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
+    twin, x, plan = make("rans")
+    expected = twin.decode(encode(twin, x, plan, Replay(Cell(CPU)))[0])
+    _, needed = encode(twin, x, plan, Replay(Cell(CPU)))
+    room, size, seen = needed // 3, plan.model.alphabet.chunk, set()
+    for words in (1, 31, needed // 5, needed // 2, needed):
+        encoded, told = encode(twin, x, plan, with_reserve(words, guarded, monkeypatch), room)
+        assert told == needed
+        decoded = twin.decode(encoded)
+        guarded.check()
+        for chunk, start in enumerate(encoded.tensors["heads"][::3].tolist()):
+            got, right = (values[chunk * size : (chunk + 1) * size] for values in (decoded, expected))
+            is_lost = start >= 0 and bool(got.isnan().all())
+            seen.add((start < 0, is_lost))
+            assert is_lost or torch.equal(got, right), f"chunk {chunk} with {words} words"
+        assert bool(decoded.isnan().any()) == (words < needed - room)
+    assert seen == {(False, False), (True, False), (False, True)}
+
+
+@requires_compiler
+def test_every_replay_begins_with_the_whole_reserve(guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory stays where it is, and so does what launches have been told of it."""
+    twin, x, plan = make("rans")
+    replay = with_reserve(1 << 20, guarded, monkeypatch)
+    numbers, taken = replay.reserve, []
+    for _ in range(3):
+        encoded, _ = encode(twin, x, plan, replay, 100)
+        assert not bool(twin.decode(encoded).isnan().any())
+        taken.append(int(replay._reserve.taken))
+        replay.begin(1 << 20)
+        assert replay.reserve == numbers and int(replay._reserve.taken) == 0
+    assert taken[0] > 0 and taken == taken[:1] * 3

@@ -1,4 +1,4 @@
-"""Payloads inside of a captured graph: room of a fixed size for each, and whether it sufficed.
+"""Payloads inside of a captured graph: room of a fixed size for each, a reserve for all, and whether both sufficed.
 
 Nothing here waits or asks the device while a graph is captured. Numbers in brackets are the rules of docs/dataflow.md.
 """
@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from lowtide.codecs import Codec
 from lowtide.errors import GraphError
 from lowtide.graphs.beside import Ahead, Ask, Listener
-from lowtide.graphs.rooms import Room, Rooms
+from lowtide.graphs.rooms import OWN, Room, Rooms
 from lowtide.graphs.tables import Tables
 from lowtide.kernels import _tickets
 from lowtide.kernels._aside import Aside
@@ -51,14 +51,29 @@ class _Gauge:
     site: str
     words: int
     ticket: Ticket
-    room: Room | None = None  # of its site, where sizes vary
     numel: int = 1
-    memo: Memo | None = None
+    memo: Memo | None = None  # where sizes vary
     codec: Any = None
+    room: Room | None = None  # of its site, if it lies in one piece
+    chunk: int = 0  # words of the largest part of it that can lie in the reserve, if there are any
 
     def words_for(self, rate: float) -> int:
         words: int = self.codec.room(rate * self.numel, slack=0.0)
         return words
+
+    @property
+    def wanted(self) -> int:
+        """The words that it would have in another graph."""
+        assert self.memo is not None, "of a payload whose size varies"
+        rate = self.memo.rate
+        return self.words_for(self.room.make(rate) if self.room is not None else rate * (1 + OWN))
+
+
+class Demand(NamedTuple):
+    """What the payloads of a rehearsal ask of a reserve: how many words they have, and one largest chunk of each."""
+
+    words: int
+    chunks: int
 
 
 class Recording:
@@ -75,10 +90,11 @@ class Recording:
         *,
         is_capturing: bool,
         tables: Tables | None = None,
+        demand: Demand | None = None,
         aside: Aside | None = None,
         order: Sequence[Ask] = (),
     ) -> None:
-        """``tables`` are those of the graph; a rehearsal uses what sites have.
+        """``tables`` are those of the graph; a rehearsal uses what sites have. ``demand`` is that of the rehearsal.
 
         With ``aside`` encoders and decoders run beside the step, and payloads are decoded ahead in this ``order``.
         """
@@ -88,6 +104,11 @@ class Recording:
         self._ahead = Ahead(order, aside) if aside is not None else None
         self.has_bounds = False  # what is baked into the graph gets old
         self._rooms = rooms
+        demand = demand if demand is not None else Demand(0, 0)
+        self._reserved = rooms.reserve.words(demand.words)  # words
+        # Which chunk is the first without a place is a race: the largest one of each payload comes on top.
+        self._room_in_common = self._reserved + demand.chunks if self._reserved else 0
+        self._rehearsed: list[tuple[Memo, int, int]] = []  # sites, values and chunks of payloads that a reserve serves
         self._gauges: list[_Gauge] = []
         self._tables = tables
         if is_capturing:
@@ -98,11 +119,27 @@ class Recording:
         """In which payloads have been asked for."""
         return self._listener.asked if self._listener is not None else []
 
+    def begin(self) -> None:
+        """The step begins; belongs to the capture, so every replay begins so."""
+        self.replay.begin(self._room_in_common)
+
     def enlist(self, payload: Payload) -> None:
         """The next payload of the step."""
         decoder = self._ahead or self._listener
         if decoder is not None:
             decoder.enlist(payload)
+
+    def rehearse(self, x: Tensor, codec: Any, memo: Memo) -> None:
+        """The next payload of a rehearsal, if its size varies."""
+        chunk = _chunk(codec, memo.plan, x)
+        if chunk:
+            self._rehearsed.append((memo, x.numel(), chunk))
+
+    @property
+    def demand(self) -> Demand:
+        """Of a rehearsal, now that all encoders have reported."""
+        words = sum(memo.rate * numel for memo, numel, _ in self._rehearsed)
+        return Demand(int(words), sum(chunk for _, _, chunk in self._rehearsed))
 
     def finish(self) -> None:
         """The step has ended; belongs to the capture."""
@@ -135,9 +172,11 @@ class Recording:
     ) -> Encoded:
         """A payload with the room of its site."""
         assert self._tables is not None, "a graph has tables"
-        room = self._rooms.of(site)
-        words = codec.room(room.make(memo.rate) * x.numel(), slack=0.0)
-        ticket = self._ticket(_Gauge(site, words, _tickets.take(), room, max(x.numel(), 1), memo, codec))
+        chunk = _chunk(codec, plan, x) if self._reserved else 0
+        room = None if chunk else self._rooms.of(site)
+        rate = memo.rate * (1 + OWN) if room is None else room.make(memo.rate)
+        words = codec.room(rate * x.numel(), slack=0.0)
+        ticket = self._ticket(_Gauge(site, words, _tickets.take(), max(x.numel(), 1), memo, codec, room, chunk))
         plan = self._tables.plan(memo, plan)
         self.has_bounds = True
         encoded: Encoded = codec.encode(
@@ -153,8 +192,9 @@ class Recording:
     def is_wasteful(self) -> bool:
         """Whether payloads have much more room than those of another graph would have."""
         sized = self._sized()
-        wanted = sum(gauge.words_for(room.make(memo.rate)) for gauge, room, memo in sized)
-        return wanted < _WASTEFUL * sum(gauge.words for gauge, _, _ in sized)
+        wanted = sum(gauge.wanted for gauge in sized)
+        wanted += self._rooms.reserve.words(sum(gauge.wanted for gauge in sized if gauge.chunk))
+        return wanted < _WASTEFUL * (sum(gauge.words for gauge in sized) + self._reserved)
 
     def renew(self, memos: Sequence[Memo]) -> bool:
         """Go on with what sites have learnt since the capture; False where that takes another graph.
@@ -162,13 +202,17 @@ class Recording:
         ``memos`` are all of the session. No replay is under way.
         """
         assert self._tables is not None, "a graph has tables"
-        fits = all(gauge.words_for(room.least(memo.rate)) <= gauge.words for gauge, room, memo in self._sized())
-        return fits and self._tables.renew(memos)
+        short = 0  # of the reserve, half of which is still what payloads may grow by
+        for gauge in self._sized():
+            assert gauge.memo is not None
+            if gauge.room is None:
+                short += max(gauge.words_for(gauge.memo.rate) - gauge.words, 0)
+            elif gauge.words_for(gauge.room.least(gauge.memo.rate)) > gauge.words:
+                return False
+        return 2 * short <= self._reserved and self._tables.renew(memos)
 
-    def _sized(self) -> list[tuple[_Gauge, Room, Memo]]:
-        return [
-            (item, item.room, item.memo) for item in self._gauges if item.room is not None and item.memo is not None
-        ]
+    def _sized(self) -> list[_Gauge]:
+        return [gauge for gauge in self._gauges if gauge.memo is not None]
 
     def _ticket(self, gauge: _Gauge) -> Tensor:
         self._gauges.append(gauge)
@@ -184,16 +228,36 @@ class Recording:
 
         Rooms learn what their payloads needed, whether there was as much or not.
         """
-        found = []
+        found, away = [], []
         short: dict[Room, float] = {}  # several payloads may share a room
+        taken = chunks = volume = 0  # of those with a reserve
         for gauge in self._gauges:
             needed, room = gauge.ticket.wait(), gauge.room
             if room is not None:
                 room.note(needed / gauge.numel)
-            if needed > gauge.words:
-                found.append(Overflow(gauge.site, needed, gauge.words))
-                if room is not None:
-                    short[room] = max(short.get(room, 0.0), needed / gauge.words - 1)
+            if gauge.chunk:
+                volume += gauge.words
+            if needed <= gauge.words:
+                continue
+            overflow = Overflow(gauge.site, needed, gauge.words)
+            if gauge.chunk:
+                taken, chunks = taken + needed - gauge.words, chunks + gauge.chunk
+                away.append(overflow)
+                continue
+            found.append(overflow)
+            if room is not None:
+                short[room] = max(short.get(room, 0.0), needed / gauge.words - 1)
         for room, share in short.items():
             room.widen(share)
+        if taken:
+            self._rooms.reserve.note(taken / volume)
+            if taken + chunks > self._room_in_common:
+                self._rooms.reserve.widen()
+                found += away
         return found
+
+
+def _chunk(codec: Any, plan: Any, x: Tensor) -> int:
+    """Words of the largest part of a payload that can lie elsewhere than the rest; 0 if it lies in one piece."""
+    words: int = codec.chunk(plan, x.dtype) if hasattr(codec, "chunk") else 0
+    return words

@@ -19,7 +19,7 @@ from lowtide.errors import GraphError, LowtideWarning
 from lowtide.graphs.beside import Ask
 from lowtide.graphs.draws import Repeats
 from lowtide.graphs.machine import Cuda, Graph, Machine
-from lowtide.graphs.recording import Overflow, Recording
+from lowtide.graphs.recording import Demand, Overflow, Recording
 from lowtide.graphs.rooms import MOST, Rooms
 from lowtide.graphs.schedule import Mode, Schedule
 from lowtide.graphs.state import Addresses, Buffers, Gradients
@@ -86,6 +86,7 @@ class GraphStep:
         self._warmup, self._rooms = warmup, Rooms(slack)
         self._aside = machine.aside() if beside else None
         self._order: list[Ask] = []  # of what backward asks for, from the last rehearsal
+        self._demand = Demand(0, 0)  # for a reserve, from there, too
         self._gradients, self._buffers, self._addresses = Gradients(parameters), Buffers(model), Addresses(model)
         self._repeats = Repeats(machine.generator, regions)
         self._strays = 0  # replays in a row that have not drawn as their rehearsal
@@ -202,6 +203,8 @@ class GraphStep:
             self._order = recording.order
         if mode in _DUE and not (mode is Mode.SETTLE and self._graph is not None):  # beside a graph nobody waits
             self._recorder.finish()
+        if mode is Mode.REHEARSE:
+            self._demand = recording.demand
         return output
 
     def _call(self, leaves: list[Any], tree: Any) -> Any:
@@ -214,14 +217,16 @@ class GraphStep:
         self._inputs = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         tables = Tables(self._recorder.sites.memos())
         recording = Recording(
-            self._cell, self._rooms, is_capturing=True, tables=tables, aside=self._aside, order=self._order
-        )
+            self._cell, self._rooms, is_capturing=True, tables=tables, demand=self._demand, aside=self._aside,
+            order=self._order,
+        )  # fmt: skip
         self._buffers.prepare()
         self._addresses.note()
         _forget_casts()
 
         def body() -> Any:
             self._cell.advance()
+            recording.begin()
             self._buffers.save()
             with self._repeats.captured():
                 output = _detached(self._call(self._inputs, tree))

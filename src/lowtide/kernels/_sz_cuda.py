@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lowtide.bounds import BoundSource
 from lowtide.codecs.sz import Plan, Sz, require_zeros
-from lowtide.coding import dither, layout
+from lowtide.coding import dither, exact, layout
 from lowtide.coding.grid import Grid
 from lowtide.kernels import _rows, _tickets
 from lowtide.kernels._aside import Aside
@@ -35,8 +35,9 @@ from lowtide.kernels._workspaces import SLOTS as _SLOTS
 from lowtide.records import Bound, Encoded, Need, TensorSpec
 
 # What kernels are given (Args in sz_args.cuh), in two parts: the second is the same for all tensors of a place, mostly.
-_FIRST, _SECOND = struct.Struct("<12Q2Q4I2I4i"), struct.Struct("<f5Ii6IIQQQQ")
+_FIRST, _SECOND = struct.Struct("<12Q2Q4I2I4i"), struct.Struct("<f5Ii6II7Q")
 _NO_DIGITS = (0.0, 0, 0, 0, 0, 0, 0)
+_NO_RESERVE = (0, 0, 0)
 _SLACK = 1 / 48  # of room beyond the last payload of the same place
 _SMALL = 1 << 15  # values; below, the heads of rans outweigh its gain
 
@@ -157,6 +158,10 @@ class SzCuda(SzTwin):
         """Words to make room for where the last payload of the same place had ``words``."""
         return int(words * (1 + slack)) + 1024
 
+    def chunk(self, plan: Plan, dtype: torch.dtype) -> int:
+        """Words of the largest chunk, which may lie in the reserve of a graph; 0 for payloads in one piece."""
+        return exact.raw_words(dtype, plan.model.alphabet.chunk) if plan.model is not None else 0
+
     def settle(self, encoded: Encoded, x: Tensor | Folding, status: int, plan: Plan | None = None) -> Encoded:
         """The payload, now that ``status`` words are known to be needed for it; ``plan`` is what it was made by."""
         if status <= _words(encoded):
@@ -185,12 +190,14 @@ class SzCuda(SzTwin):
         function, second, aside = ready.function, ready.second, None
         if replay is not None:
             function = _function(job.kernel, index, *job.template, values=job.values, replayed=True)
-            second = _SECOND.pack(*job.digits, *job.where.numbers, job.whole, replay.number_at, *pair, 0)
+            second = _SECOND.pack(
+                *job.digits, *job.where.numbers, job.whole, replay.number_at, *pair, 0, *replay.reserve
+            )
             aside = replay.aside
             if aside is not None:
                 stream = aside.begin()
         elif job.is_folded:
-            second = _SECOND.pack(*job.digits, *job.where.numbers, job.whole, 0, *pair, 0)
+            second = _SECOND.pack(*job.digits, *job.where.numbers, job.whole, 0, *pair, 0, *_NO_RESERVE)
         function.launch(job.blocks, WARPS * 32, job.shared, arguments + second, stream)
         if aside is not None:
             aside.hold(*read, buffer, *ready.lent)
@@ -275,6 +282,7 @@ class SzCuda(SzTwin):
         ) + _SECOND.pack(
             *_NO_DIGITS, *job.where.numbers, 0, replay.number_at if replay is not None else 0,
             *(part.data_ptr() if part is not None else 0 for part in (gradient, table, gated)),
+            *(replay.reserve if replay is not None else _NO_RESERVE),
         )  # fmt: skip
         function = _function(
             job.kernel, index, *job.template, values=job.values, give=give, replayed=replay is not None
@@ -305,7 +313,7 @@ class _Ready:
         self.twin, self.spec, self.encoding, self.decoding = twin, spec, encoding, decoding
         self.index = spec.device.index or 0
         self.function = _function(encoding.kernel, self.index, *encoding.template, values=encoding.values)
-        self.second = _SECOND.pack(*encoding.digits, *encoding.where.numbers, encoding.whole, 0, 0, 0, 0)
+        self.second = _SECOND.pack(*encoding.digits, *encoding.where.numbers, encoding.whole, 0, 0, 0, 0, *_NO_RESERVE)
         self._lay_out(plan.grid, plan.model.freqs if plan.model is not None else None)
 
     def on(self, grid: Grid) -> _Ready:

@@ -69,16 +69,41 @@ class Cell:
         self.number.add_(_STRIDE)
 
 
+class Reserve:
+    """Words for what the payloads of a graph have no room for, whichever they are."""
+
+    def __init__(self, device: torch.device, words: int) -> None:
+        self._words = torch.empty(words, dtype=torch.int32, device=device)
+        self.taken = torch.zeros(1, dtype=torch.int64, device=device)
+        self.numbers = (self._words.data_ptr(), self.taken.data_ptr(), words)
+
+
 class Replay(Workspaces):
     """What all encoders of a graph are given; their payloads hand it on to the decoders.
 
-    ``aside``: where kernels run beside the step, if they do.
+    ``aside``: where kernels run beside the step, if they do. ``begin`` makes room in common for payloads that outgrow
+    their own.
     """
 
     def __init__(self, cell: Cell, aside: Aside | None = None) -> None:
         super().__init__()
         self._cell = cell
         self.aside = aside
+        self._reserve: Reserve | None = None
+        self.reserve = (
+            0,
+            0,
+            0,
+        )  # addresses of the words and of the counter of those that are taken; how many there are
+
+    def begin(self, words: int) -> None:
+        """At the beginning of a replay, and of the capture: nothing of the reserve is taken."""
+        if not words:
+            return
+        if self._reserve is None:
+            self._reserve = Reserve(self._cell.number.device, words)
+            self.reserve = self._reserve.numbers
+        self._reserve.taken.zero_()
 
     @property
     def number(self) -> Tensor:

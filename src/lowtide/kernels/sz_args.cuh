@@ -37,6 +37,9 @@ struct Args {
   const void* other;     // a gradient, for decoders that let it through; of a pair, what ReLU made, for encoders
   const float* table;    // of a pair: sz_fold.cuh
   void* beside;          // what SOURCE_AND_GATED gives beside `x`
+  u32* reserve;          // REPLAYED, rans: words that all payloads of a graph share, for chunks that their own room has
+  u64* taken;            // no place for; how many of them are taken
+  u64 reserved;          // how many there are
 };
 
 // What a decoder gives, in `x`: values; where they are not zero; or the gradient there, and zero elsewhere. Of a pair: what
@@ -50,6 +53,17 @@ enum { ONLY_VALUES, ONLY_MASK, GATED, MADE, SOURCE, SOURCE_AND_GATED };
 #define REPLAYED false
 #endif
 __device__ __forceinline__ u32 low_of(const Args& a) { return REPLAYED ? a.low + __ldg(a.replay) : a.low; }
+
+// Word `at` of a payload, or of the reserve of a graph: the numbers of its words have the top bit.
+constexpr u32 AWAY = 1u << 31;
+__device__ __forceinline__ u32* words_at(const Args& a, u32 at) {
+  if (REPLAYED && at & AWAY) return a.reserve + (at ^ AWAY);
+  return a.words + at;
+}
+__device__ __forceinline__ bool has_place(const Args& a, u32 at, u32 words) {
+  if (REPLAYED && at & AWAY) return (u64)(at ^ AWAY) + words <= a.reserved;
+  return (u64)at + words <= a.capacity;
+}
 
 template <typename T> struct Type;
 template <> struct Type<float> { static constexpr int reach = 2046, escape = 2; };

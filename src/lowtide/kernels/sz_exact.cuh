@@ -8,11 +8,11 @@ template <typename T> __device__ __forceinline__ u32 raw_words(u64 count) {
 template <typename T> __device__ void write_raw(const Args& a, u64 start, u32 base, u32 words, int lane) {
   for (u32 w = lane; w < words; w += 32) {
     if (sizeof(T) == 4) {
-      a.words[base + w] = ((const u32*)a.x)[start + w];
+      *words_at(a, base + w) = ((const u32*)a.x)[start + w];
     } else {
       const u16* x = (const u16*)a.x + start + 2 * w;
       u32 second = start + 2 * w + 1 < a.count ? x[1] : 0;
-      a.words[base + w] = x[0] | second << 16;
+      *words_at(a, base + w) = x[0] | second << 16;
     }
   }
 }
@@ -39,7 +39,7 @@ template <typename T, int GIVE, bool RESTORED> __device__ void put_exact(const A
 template <typename T, int GIVE, bool RESTORED>
 __device__ void read_raw(const Args& a, u64 start, u32 base, u32 valid, int lane) {
   for (u32 i = lane; i < valid; i += 32) {
-    u32 bits = sizeof(T) == 4 ? a.words[base + i] : ((const u16*)(a.words + base))[i];
+    u32 bits = sizeof(T) == 4 ? *words_at(a, base + i) : ((const u16*)words_at(a, base))[i];
     put_exact<T, GIVE, RESTORED>(a, start + i, bits);
   }
 }
@@ -92,6 +92,6 @@ __device__ void write_restored(const Args& a, u64 start, u32 base, u32 words, in
       u64 i = start + N * w + k;
       if (i < a.count) word |= restored<T, ENTRY, ZERO, DITHER>(a, i) << (16 * k);
     }
-    a.words[base + w] = word;
+    *words_at(a, base + w) = word;
   }
 }

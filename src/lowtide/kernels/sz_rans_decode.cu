@@ -115,9 +115,9 @@ __device__ __forceinline__ void decode_chunk(
   const u32 upward = kept(~0u << lane), address = kept(address_of(ring)), table = kept(address_of(slots));
   const Units<ENTRY> units = {a, Float::template origin<DITHER>(a), Float::SCALE};
   const int rounds = a.rows / ROWS;
-  u32 s = a.words[base + lane], left = 2 * length;
+  u32 s = *words_at(a, base + lane), left = 2 * length;
   Window window;
-  window.begin(a.words + base + 32, ring, length, lane);
+  window.begin(words_at(a, base + 32), ring, length, lane);
   u32 g = (u32)(start / 4) + lane;
   Walk<ENTRY> walk;
   walk.begin(a, g);
@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(256, UNFOLDS(GIVE) ? 4 : 5) rans_decode(const 
     u32 escapes = (u32)a.heads[3 * chunk + 2];
     if (REPLAYED) {
       u32 words = 32 + (length + 1) / 2 + (escapes & 0xffff) + (escapes >> 16) * Type<T>::escape;
-      if ((u64)base + (length < 0 ? raw_words<T>(valid) : words) > a.capacity) {
+      if (!has_place(a, base, length < 0 ? raw_words<T>(valid) : words)) {
         put_nothing<T, GIVE>(a, start, valid, lane);
         continue;
       }
@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(256, UNFOLDS(GIVE) ? 4 : 5) rans_decode(const 
           a, start, base, length, slots, staged, rings[warp], lane);
     if (escapes) {
       __syncwarp();
-      const u32* list = a.words + base + 32 + (length + 1) / 2;
+      const u32* list = words_at(a, base + 32 + (length + 1) / 2);
       u32 coded = escapes & 0xffff;
       for (u32 w = lane; w < coded; w += 32) {
         u64 i = start + (list[w] >> 16);
