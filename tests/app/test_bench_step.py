@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from lowtide.app.shared.variants import Variant
 from lowtide.app.shared.workload import Task
 from lowtide.codecs.sz import Sz
 from lowtide.errors import UnknownNameError
+from lowtide.graphs.step import GraphStep
 from lowtide.session import Session
 
 
@@ -55,6 +57,18 @@ def test_methods_side_by_side(bench_step, read_rows, capsys, monkeypatch, tmp_pa
     shown = capsys.readouterr()
     assert len(shown.out.splitlines()) == 2 + len(rows)
     assert "[6/6] alexnet, batch 2, tf32, plain: " in shown.err
+
+
+def test_replays_among_the_timed_steps():
+    graph = GraphStep.__new__(GraphStep)
+    graph.replays, graph.overflows = 16, [(20, [])]
+    with meters.replays(SimpleNamespace(graphed=graph)) as counts:
+        graph.replays += 7
+        graph.overflows += [(30, [])]
+    assert counts == {"replays": 7, "overflows": 1}
+    with meters.replays(SimpleNamespace(graphed=None)) as counts:
+        pass
+    assert counts == {}
 
 
 def test_checkpoint_in_bf16(bench_step, read_rows):

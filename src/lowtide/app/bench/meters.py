@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,19 @@ def measure(task: Task, session: Session | None) -> dict[str, Any]:
     if isinstance(task.graphed, GraphStep):
         return measure_graph(task, task.graphed, session)
     return measure_memory(task, session)
+
+
+@contextlib.contextmanager
+def replays(task: Task) -> Iterator[dict[str, int]]:
+    """Of a task that is a graph: how many of the steps taken inside are replayed, and how many did not fit."""
+    counts: dict[str, int] = {}
+    graph = task.graphed
+    if not isinstance(graph, GraphStep):
+        yield counts
+        return
+    before = graph.replays, len(graph.overflows)
+    yield counts
+    counts |= {"replays": graph.replays - before[0], "overflows": len(graph.overflows) - before[1]}
 
 
 def measure_memory(task: Task, session: Session | None) -> dict[str, Any]:

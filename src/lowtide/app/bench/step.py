@@ -34,7 +34,7 @@ COLUMNS = (
     *("warm", "repeats", "ok", "error", "loss", "step_ms", "step_ms_min", "step_ms_max", "unit", "units_per_s"),
     *("host_ms", "host_ms_min", "host_ms_max", "saves", "host_us_per_save", "static", "held", "peak"),
     *("held_requested", "peak_requested", "ledger_raw", "ledger_held", "waits"),
-    *("step_x_first_plain", "held_x_less", "peak_x_less"),
+    *("step_x_first_plain", "held_x_less", "peak_x_less", "replays", "overflows"),
 )
 EXAMPLES = """examples:
   lowtide bench step resnet50 --batch 256 --precision tf32,bf16 \\
@@ -150,8 +150,9 @@ class Bench:
         with variant.attached(task, seed=options.seed, warm=options.warm) as session:
             for _ in range(options.warm):
                 task.step()
-            times = timing.interleave({"step": task.step}, self.device, repeats=options.repeats)["step"]
-            row |= times.cells("step_ms")
+            with meters.replays(task) as counts:
+                times = timing.interleave({"step": task.step}, self.device, repeats=options.repeats)["step"]
+            row |= times.cells("step_ms") | counts
             row["units_per_s"] = 1e3 * task.items / times.median
             row |= meters.measure(task, session)
             row |= timing.time_host(task.step, self.device, repeats=options.repeats).cells("host_ms")
