@@ -78,6 +78,7 @@ def minus_itself(y: Tensor) -> Tensor:
 
 
 LEVEL = nn.Parameter(torch.linspace(-1, 1, 16))
+TABLE = nn.Parameter(torch.linspace(-1, 1, 64).view(1, 4, 1, 16))
 
 # Of what a layer of so many features has made, 2 x 12 rows of them.
 CHAINS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
@@ -102,6 +103,7 @@ CHAINS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
     "negative": (16, lambda y: -y),
     "minus a parameter": (16, lambda y: y - LEVEL),
     "plus a parameter, which comes first": (16, lambda y: LEVEL + y),
+    "plus a parameter, which is the larger one": (16, lambda y: (y[:, None] + TABLE).chunk(2, 1)[1]),
     "minus another part of it": (16, minus_itself),
     "rolled": (16, lambda y: y.roll((3, -2), (1, 2))),
     "rolled as a whole": (16, lambda y: y.roll(5)),
@@ -210,7 +212,11 @@ def test_norms_in_windows() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["heads", "scaled", "rotated", "minus another part of it", "plus a parameter, which comes first"]
+    "name",
+    [
+        *("heads", "scaled", "rotated", "minus another part of it", "plus a parameter, which comes first"),
+        "plus a parameter, which is the larger one",
+    ],
 )
 def test_the_gain_is_what_becomes_of_an_error(name: str) -> None:
     """Of variance one, drawn 200 times: 2 % is four times what 2 x 12 x 16 x 200 values leave to chance, and one draw,

@@ -48,7 +48,7 @@ class Chain:
         for step in self.steps:
             given = [values[number] for number in step.reads]
             if step.op == "plus" and not constants:
-                values.append(given[0])
+                values.append(given[0].expand(step.told[2]))  # the parameter may have been the larger one
             else:
                 values.append(_RUN[step.op](given, step.told, parts))
         return values[-1]
@@ -178,7 +178,7 @@ def _sum(sign: int) -> Read:
         for edge in (1, 0) if sign > 0 else (1,):
             parameter = tracing.reader.parameter(node.next_functions[edge][0])
             if parameter is not None:
-                return Step("plus", (tracing.given(node, 1 - edge),), (parameter, sign))
+                return Step("plus", (tracing.given(node, 1 - edge),), (parameter, sign, *_shape(node)))
         return Step("sum", (tracing.given(node, 0), tracing.given(node, 1)), (sign,))
 
     return read

@@ -38,6 +38,7 @@ _CAST = "ToCopyBackward0"
 _TURNS = frozenset(("TransposeBackward0", "PermuteBackward0"))
 _MOST_STEPS = 6  # views and casts on the way to an op
 _MOST_OPS = 4  # one after the other
+_MOST_LAYERS = 2  # whose products are run again for one tensor, one after the other
 
 _PRODUCTS = {"AddmmBackward0": "mat1", "MmBackward0": "self"}
 _SHARED = "lowtide.shared"
@@ -73,11 +74,13 @@ class Shared:
 @dataclass(frozen=True, slots=True)
 class Maker:
     """How a tensor is made again: ``formula``, of ``sources``, which are stored or made again themselves, and
-    ``parts``, which are kept. Of chains, ``spec`` is how the tensor lay in memory, ``shared`` what they begin with."""
+    ``parts``, which are kept; ``layers`` are run again on the way, one after the other. Of chains, ``spec`` is how the
+    tensor lay in memory, ``shared`` what they begin with."""
 
     formula: Formula
     sources: tuple[Handle, ...]
     parts: tuple[Owned, ...]
+    layers: int = 0
     spec: TensorSpec | None = None
     shared: Shared | None = None
 
@@ -188,13 +191,22 @@ def _find_chain(tensor: Tensor) -> Maker | None:
 def make_chain(
     formula: Formula, sources: Sequence[Handle], parts: Sequence[Owned], tensor: Tensor, shared: Shared
 ) -> Maker | None:
-    """The maker of ``tensor``, by a chain; None where a norm at its beginning has not read rows that lie in a row."""
+    """The maker of ``tensor``, by a chain; None where a norm at its beginning has not read rows that lie in a row, or
+    where there are layers enough on the way already."""
     (source,) = sources
     if tensor._version or source.spec.device != tensor.device:
         return None
     if formula.op != "linear" and not layout.is_contiguous(source.spec):
         return None
-    return Maker(formula, tuple(sources), tuple(parts), TensorSpec.of(tensor), shared)
+    layers = _layers(sources) + (formula.op == "linear")
+    if layers > _MOST_LAYERS:
+        return None
+    return Maker(formula, tuple(sources), tuple(parts), layers, TensorSpec.of(tensor), shared)
+
+
+def _layers(sources: Sequence[Handle]) -> int:
+    """How many layers are run again for what was saved, one after the other."""
+    return max(0 if maker is None else maker.layers for maker in map(maker_of, sources))
 
 
 def _shared(node: Any) -> Shared:
@@ -217,7 +229,7 @@ def make(
         if not all(has_memory(part.restore()) for part in weights):
             return None
         parts = [part if type(part) is Handle else Passed(part.restore().clone(), part.call_path) for part in parts]
-    return Maker(formula, tuple(sources), tuple(parts))
+    return Maker(formula, tuple(sources), tuple(parts), _layers(sources))
 
 
 def makes_output(node: Any) -> bool:
