@@ -4,7 +4,7 @@
 
 Models of the zoo at real widths on a CPU, method ``budget``, which makes no products again, the default, and with
 ``remake="linear"``. Some steps let bounds set themselves; the floating-point operations of the next one, in which
-nothing is measured, are counted by kernel as torch.utils.flop_counter does: ``products`` are those of mm, addmm and bmm,
+nothing is measured, are counted as torch.utils.flop_counter does: ``products`` are those of mm, addmm and bmm,
 ``attention`` those of the attention op. Both are counted for plain training, too. ``more`` and ``more_attention`` are
 what a step runs beyond it, as shares of all that plain training runs. Products depend on sizes alone, so one step is
 enough for them. ``smaller`` is what plain training saves over what is held, the loss left out; it means something after

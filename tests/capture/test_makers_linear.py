@@ -268,6 +268,68 @@ def test_with_other_options(options: dict[str, Any]) -> None:
     assert "again by linear" in codecs_of(session, "query").values()
 
 
+class Adapted(nn.Module):
+    """A frozen layer and a small trained one beside it, as LoRA has them."""
+
+    def __init__(self, frozen: nn.Linear) -> None:
+        super().__init__()
+        self.frozen, width = frozen.requires_grad_(False), frozen.in_features
+        self.down, self.up = nn.Linear(width, 4, bias=False), nn.Linear(4, frozen.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(x) + self.up(self.down(x)) * 2.0
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_adapters_beside_frozen_layers(bf16: bool) -> None:
+    """A frozen layer has no input to be made of, and a sum of two layers is stored; the small one's input is not."""
+    model, x = Attention(), make_input()
+    for name in ("qkv", "up", "down"):
+        setattr(model, name, Adapted(getattr(model, name)))
+    model.requires_grad_(True)
+    for name in ("qkv", "up", "down"):
+        getattr(model, name).frozen.requires_grad_(False)
+
+    def gradients(session: Session | None = None, steps: int = 1) -> list[Tensor]:
+        for _ in range(steps):
+            model.zero_grad()
+            model(x * 1.0).square().sum().backward()
+            if session is not None:
+                session.step()
+        return [item.grad.clone() for item in model.parameters() if item.grad is not None]
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        plain = gradients()
+        session = attach(model)
+        lossy = gradients(session, steps=12)
+        session.detach()
+    assert 0 < distance(lossy, plain) < 0.06
+    found = codecs_of(session, "query", "key", "value", "self")
+    assert {codec for name, codec in found.items() if ".up:" in name} == {"again by linear"}
+    attention = "(model):scaled_dot_product_flash_attention_for_cpu"
+    assert "again by linear" not in (found[f"{attention}.query"], found[f"{attention}.value"])
+
+
+def test_weights_that_change_as_soon_as_their_gradients_are_there() -> None:
+    """Backward reads a layer's weight before it has its gradient, and not afterwards."""
+    model = Attention()
+    session = attach(model)
+
+    def descend(weight: nn.Parameter) -> None:
+        with torch.no_grad():
+            weight.sub_(weight.grad, alpha=1e-3)  # type: ignore[arg-type]
+        weight.grad = None
+
+    hooks = [weight.register_post_accumulate_grad_hook(descend) for weight in model.parameters()]
+    for _ in range(4):
+        model(make_input() * 1.0).square().sum().backward()
+        session.step()
+    for hook in hooks:
+        hook.remove()
+    session.detach()
+    assert "again by linear" in codecs_of(session, "query").values()
+
+
 def test_what_is_refused() -> None:
     model = Attention()
     with pytest.raises(UnknownNameError, match=r"value of remake 'linaer'.*linear"):
