@@ -88,6 +88,8 @@ CHAINS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
     "keys, turned": (16, lambda y: heads(y).transpose(-2, -1)),
     "scaled": (16, lambda y: heads(y) * 8**-0.5),
     "divided": (16, lambda y: heads(y) / 8**0.5),
+    "scaled by attention itself": (16, lambda y: torch.ops.aten.mul.Scalar(heads(y), 8**-0.25)),
+    "divided, likewise": (16, lambda y: torch.ops.aten.div.Scalar(heads(y), 8**0.25)),
     "chunk": (48, lambda y: heads(y.chunk(3, -1)[1])),
     "split, unevenly": (48, lambda y: heads(y.split((24, 16, 8), -1)[1])),
     "split, with a rest": (40, lambda y: y.split(16, -1)[2]),
