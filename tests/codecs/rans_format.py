@@ -94,12 +94,15 @@ def _decode(states: list[int], stream: list[int], freqs: list[int], alphabet: Ma
             states[lane] = states[lane] << 16 | stream.pop()
     assert not stream and states == [_START] * 32, "what the encoder began with is left"
     reserved = int(alphabet["zero"])
-    codes = [0] * (alphabet["rows"] * 128)
-    for lane, digits in enumerate(lanes):
-        for number, digit in enumerate(digits):
-            code = ZERO if reserved and digit == 0 else digit - reserved + alphabet["low"]
-            codes[number // 4 * 128 + lane * 4 + number % 4] = code
-    return codes
+    digits = [0] * (alphabet["rows"] * 128)
+    for lane, mine in enumerate(lanes):
+        for number, digit in enumerate(mine):
+            digits[number // 4 * 128 + lane * 4 + number % 4] = digit
+    if alphabet.get("predicted", False):
+        assert not reserved and 0 not in freqs
+        for at in range(len(digits)):
+            digits[at] = (digits[at] + (digits[at - 1] if at % 128 else 0)) % alphabet["size"]
+    return [ZERO if reserved and digit == 0 else digit - reserved + alphabet["low"] for digit in digits]
 
 
 def _values(words: list[int], count: int, nbits: int) -> list[int]:

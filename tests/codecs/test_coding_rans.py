@@ -48,7 +48,9 @@ def draw_bits(count: int, dtype: torch.dtype) -> Tensor:
 
 
 def make_model(alphabet: Alphabet, share: Tensor) -> Model:
-    freqs = torch.tensor(rans_fit.normalise((share / share.sum()).tolist(), alphabet.fill_symbol))
+    freqs = torch.tensor(
+        rans_fit.normalise((share / share.sum()).tolist(), alphabet.fill_symbol, every=alphabet.predicted)
+    )
     return Model(alphabet, freqs.to(torch.int16), 4.0)
 
 
@@ -71,7 +73,8 @@ def examples(draw: st.DrawFn) -> Example:
     size = draw(st.integers(2, LARGEST[values]))
     rows = draw(st.sampled_from([3, 6, 12] if values == 3 else [4, 8, 12]))
     low, zero = draw(st.integers(-40, 40) | st.sampled_from([-size // 2, 0])), draw(st.booleans())
-    alphabet = Alphabet(values, size, low, zero, draw(st.integers(0, size - 1)), rows)
+    predicted = not zero and draw(st.booleans())
+    alphabet = Alphabet(values, size, low, zero, draw(st.integers(0, size - 1)), rows, predicted)
     share = torch.rand(alphabet.symbols, dtype=torch.float64) ** draw(st.sampled_from([1, 8, 40]))
     share[torch.rand(alphabet.symbols) < draw(st.sampled_from([0.0, 0.0, 0.5, 0.95]))] = 0
     share[alphabet.fill_symbol] += 1e-3
@@ -233,6 +236,7 @@ def test_a_window_follows_the_codes() -> None:
         {"rows": 516},
         {"rows": 6},
         {"values": 3, "rows": 4},
+        {"zero": True, "predicted": True},
     ],
     ids=str,
 )
@@ -324,6 +328,40 @@ def test_shares_that_no_encoder_makes_are_refused(example: Example) -> None:
     freqs[1] += freqs[0] + 1
     freqs[0] = -1
     refused(example, {**parts, "freqs": freqs}, "shares do not sum to 4096")
+
+
+@pytest.mark.parametrize("values", LARGEST)
+def test_every_symbol_of_a_predicted_alphabet_has_a_share(values: int) -> None:
+    alphabet = Alphabet(values, LARGEST[values], -1, False, 1, 12, predicted=True)
+    share = torch.rand(alphabet.symbols, dtype=torch.float64) ** 200
+    model = make_model(alphabet, share)
+    example = make_example(model, 3000, torch.float32, spread=1.0, centre=0.0, share_lost=0.0)
+    parts = example.write()
+    assert int(model.freqs.min()) == 1 and int(model.freqs.sum()) == 4096
+    freqs = model.freqs.clone()
+    freqs[int(freqs.argmin())] -= 1
+    freqs[int(freqs.argmax())] += 1
+    refused(example, {**parts, "freqs": freqs}, "predicted, but not every symbol has a share: corrupted")
+    with pytest.raises(AssertionError, match="differences that have no symbol break off a row"):
+        replace(example, model=replace(model, freqs=freqs)).write()
+
+
+def test_differences_are_those_of_the_row() -> None:
+    """Modulo the size, from zero in every row of 128; sums undo them."""
+    alphabet = Alphabet(1, 200, -100, False, 0, 4, predicted=True)
+    digits = torch.randint(0, 200, (3 * 128,))
+    row = digits.tolist()
+    expected = [(digit - (row[at - 1] if at % 128 else 0)) % 200 for at, digit in enumerate(row)]
+    assert alphabet.differences(digits).tolist() == expected
+    assert torch.equal(alphabet.sums(torch.tensor(expected)), digits)
+
+
+def test_an_alphabet_says_that_it_is_predicted_where_it_is() -> None:
+    """Payloads without prediction are those of before, and those of before are read."""
+    plain = Alphabet(2, 8, -4, False, 0, 12)
+    assert "predicted" not in plain.meta() and Alphabet(**plain.meta()) == plain
+    predicted = replace(plain, predicted=True)
+    assert predicted.meta() == {**plain.meta(), "predicted": True} and Alphabet(**predicted.meta()) == predicted
 
 
 def test_a_damaged_stream_does_not_end_where_it_should(example: Example) -> None:

@@ -5,6 +5,10 @@ codes low, low + 1, ... V digits make a symbol: the sum of digit_k * A**k, below
 share of 4096 (0: the symbol is not used). A code outside the alphabet is an escape, and so are all values of a symbol
 that is not used; in their places the stream holds the digit ``fill``.
 
+Prediction. In a ``predicted`` alphabet, which has no digit for zero, the stream holds differences in the places of
+digits: of each digit and the one before it, modulo A, the first of every row of 128 values being what it is. Escapes
+take part as ``fill``. Every symbol has a share then: one that is replaced by another would change all values behind it.
+
 Format. A chunk is ``rows`` rows of 128 values and decodes on its own. Lane l takes the values 4 l .. 4 l + 3 of row
 after row, V at a time. A lane's state s is in [2**15, 2**31). Decoding a symbol: slot = s % 4096 names the symbol,
 whose slots are c .. c + f - 1; s becomes f * (s // 4096) + slot - c; if s is then below 2**15 it becomes s << 16 | the
@@ -47,9 +51,11 @@ class Alphabet:
     zero: bool
     fill: int
     rows: int
+    predicted: bool = False
 
     def __post_init__(self) -> None:
         fits = 1 <= self.values <= 4 and self.size >= 2 and self.symbols <= 256 and 0 <= self.fill < self.size
+        fits = fits and not (self.predicted and self.zero)
         if not fits or not 0 < self.rows <= 512 or self.rows % (3 if self.values == 3 else 4):
             raise PayloadError(f"no alphabet of rans: {asdict(self)}")
 
@@ -77,8 +83,18 @@ class Alphabet:
         weights = torch.tensor([self.size**k for k in range(self.values)], device=digits.device)
         return (digits * weights).sum(-1)
 
+    def differences(self, digits: Tensor) -> Tensor:
+        """Digits of whole rows as the stream of a ``predicted`` alphabet has them."""
+        rows = digits.view(-1, ROW)
+        return torch.cat([rows[:, :1], (rows[:, 1:] - rows[:, :-1]) % self.size], 1).flatten()
+
+    def sums(self, differences: Tensor) -> Tensor:
+        """The inverse of ``differences``."""
+        return (differences.view(-1, ROW).cumsum(1) % self.size).flatten()
+
     def meta(self) -> dict[str, Any]:
-        return asdict(self)
+        """Without ``predicted`` where it is not: payloads are as they were before there was such a thing."""
+        return {name: value for name, value in asdict(self).items() if name != "predicted" or value}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +135,8 @@ def write(
     present = torch.arange(digits.numel(), device=device) < count
 
     freqs = model.freqs.long()
+    assert not alphabet.predicted or bool((freqs > 0).all()), "differences that have no symbol break off a row"
+    digits = alphabet.differences(digits) if alphabet.predicted else digits
     symbols = alphabet.symbols_of(_lanes(digits, alphabet))
     unused = freqs[symbols] == 0
     symbols = torch.where(unused, alphabet.fill_symbol, symbols)
@@ -165,6 +183,8 @@ def read(
     words, freqs = parts["words"], parts["freqs"].long()
     if freqs.numel() != alphabet.symbols or int(freqs.sum()) != SCALE or int(freqs.amin()) < 0:
         raise PayloadError("rans payload: its shares do not sum to 4096: corrupted")
+    if alphabet.predicted and int(freqs.amin()) == 0:
+        raise PayloadError("rans payload: predicted, but not every symbol has a share: corrupted")
     coded = lengths >= 0
     longest = int(lengths.amax().clamp(min=0))
     place = torch.arange((longest + 1) // 2, device=device)
@@ -178,6 +198,7 @@ def read(
         raise PayloadError("rans payload: a stream does not end where its encoder began: corrupted")
     weights = torch.tensor([alphabet.size**k for k in range(alphabet.values)], device=device)
     digits = _memory(symbols.unsqueeze(-1) // weights % alphabet.size, alphabet)
+    digits = alphabet.sums(digits) if alphabet.predicted else digits
     zero = (digits == 0) & coded.repeat_interleave(chunk) if alphabet.zero else None
     q = (digits - int(alphabet.zero) + alphabet.low).to(torch.int32)
     owner = torch.arange(base.numel(), device=device).repeat_interleave(codes_in)

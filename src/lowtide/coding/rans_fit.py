@@ -12,6 +12,7 @@ what is left, some hundred numbers, is worked out in Python between two of them.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 
@@ -33,24 +34,44 @@ _ESCAPE_BITS = 32
 _STATE_BITS = 24  # a lane: of the 32 that are stored, about 8 carry symbols
 _MIXED = 0.03  # of shares: as if values were independent, for symbols that a sample has missed
 _FEWEST_ROWS, _MANY_CHUNKS = 32, 2048
+_GAIN, _KEPT_GAIN = 0.05, 0.02  # of bits, that prediction has to save to be chosen, and to be kept
 _MANY_ESCAPES = {4: 2e-4, 3: 2e-4, 2: 4e-3}  # of all values: a lane that meets one keeps its warp waiting
 
 
-def fit(codes: Tensor, count: int, before: Model | None = None, *, zero_code: bool, lasts: bool = True) -> Model:
+def fit(
+    codes: Tensor,
+    count: int,
+    before: Model | None = None,
+    *,
+    zero_code: bool,
+    lasts: bool = True,
+    predict: bool = False,
+) -> Model:
     """The model for tensors of ``count`` values of which ``codes`` are a sample, in pieces of 384, on the CPU.
 
     ``ZERO_CODE`` among them is an exact zero; without a code of its own it is coded like any other code 0. More values
     a symbol are faster and fewer can be smaller: the most that cost at most 2 % over the least. As many as ``before``
     if that still does as well as it did: each number of values has kernels of its own to compile. And its very alphabet
     if another would gain less than 1 %: a captured graph can change its shares, but not its alphabet. ``lasts``: it is
-    for tensors to come as well.
+    for tensors to come as well. ``predict``: values may be predicted from those before them, where that saves 5 % of
+    the bits, or 2 % if they were so ``before``; where zero has a code of its own they never are.
     """
     sample = Sample(codes, zero_code, lasts=lasts)
+    was_predicted = before is not None and before.alphabet.predicted
+    plain = _fit(sample, count, None if was_predicted else before, predicted=False)
+    if not predict or zero_code:
+        return plain
+    predicted = _fit(sample, count, before if was_predicted else None, predicted=True)
+    gain = _KEPT_GAIN if was_predicted else _GAIN
+    return predicted if predicted.bits <= (1 - gain) * plain.bits else plain
+
+
+def _fit(sample: Sample, count: int, before: Model | None, *, predicted: bool) -> Model:
     if before is not None:
         model = sample.follow(before.alphabet, count)
         if model.bits <= before.bits * 1.1:
             return model
-    alphabets = [sample.alphabet(values, count) for values in LARGEST]
+    alphabets = [replace(sample.alphabet(values, count), predicted=predicted) for values in LARGEST]
     models = [sample.model(one) for one in alphabets if sample.outside(one) <= _MANY_ESCAPES.get(one.values, 1.0)]
     least = min(model.bits for model in models)
     return next(model for model in models if model.bits <= least * 1.02 + 0.002)
@@ -82,11 +103,11 @@ class Sample:
         """With as many values a symbol, and with that very alphabet if it suits and takes hardly more than the best."""
         values = before.values
         if (before.zero, before.rows) != (self._zero_code, _rows(values, count)):
-            return self.model(self.alphabet(values, count))
+            return self.model(replace(self.alphabet(values, count), predicted=before.predicted))
         kept = self.model(before)
         if self.outside(before) * _ESCAPE_BITS <= kept.bits * 0.005:  # about all that another alphabet would save
             return kept
-        model = self.model(self.alphabet(values, count))
+        model = self.model(replace(self.alphabet(values, count), predicted=before.predicted))
         return kept if kept.bits <= model.bits * 1.01 else model
 
     def alphabet(self, values: int, count: int) -> Alphabet:
@@ -133,14 +154,18 @@ class Sample:
         values, alone = alphabet.values, self._alone(alphabet.size, alphabet.low)
         outside = max(1.0 - sum(alone), 0.0)
         alone[alphabet.fill] += outside
+        digits = self._digits(alphabet) if values > 1 or alphabet.predicted else None
+        if alphabet.predicted and digits is not None:
+            digits = _differences(digits, alphabet.size)
+            alone = [times / self._count for times in torch.bincount(digits, minlength=alphabet.size).tolist()]
         share = [max(part, _LEAST) for part in alone] if values == 1 and self._lasts else alone
-        if values > 1:
+        if values > 1 and digits is not None:
             for _ in range(values - 1):  # digit 0 varies fastest
                 share = [digit * rest for digit in alone for rest in share]
-            joint = torch.bincount(self._symbols(alphabet), minlength=alphabet.symbols).tolist()
+            joint = torch.bincount(_symbols(digits, alphabet), minlength=alphabet.symbols).tolist()
             seen = (1 - _MIXED) * values / self._count
             share = [seen * times + _MIXED * product for times, product in zip(joint, share, strict=True)]
-        freqs = normalise(share, alphabet.fill_symbol)
+        freqs = normalise(share, alphabet.fill_symbol, every=alphabet.predicted)
         bits = sum(
             part * (12 - math.log2(freq) if freq else _ESCAPE_BITS * values)
             for part, freq in zip(share, freqs, strict=True)
@@ -150,21 +175,37 @@ class Sample:
         bits = bits / values + outside * _ESCAPE_BITS + LANES * _STATE_BITS / alphabet.chunk
         return Model(alphabet, torch.tensor(freqs, dtype=torch.int16, device="cpu"), bits)
 
-    def _symbols(self, alphabet: Alphabet) -> Tensor:
-        """The symbols of the sample (uint8), in any order."""
-        size, values = alphabet.size, alphabet.values
+    def _digits(self, alphabet: Alphabet) -> Tensor:
+        """The digits of the sample (uint8), in memory order."""
         digit_at = bytearray([alphabet.fill]) * (_ZERO + 1)
-        for digit in range(int(alphabet.zero), size):
+        for digit in range(int(alphabet.zero), alphabet.size):
             if 0 < (place := alphabet.low - self._middle + _EDGE + digit - alphabet.zero) < 2 * _EDGE:
                 digit_at[place] = digit
         digit_at[_ZERO] = 0 if alphabet.zero else digit_at[_EDGE]
-        digits = torch.frombuffer(digit_at, dtype=torch.uint8).index_select(0, self._places.int())
-        if values == 3:  # the others lie side by side in a row; these follow a lane, which has 4 values of each row
-            lanes = digits.view(torch.int32).view(-1, SAMPLE_ROWS, LANES).transpose(1, 2).reshape(-1)
-            digits = lanes.view(torch.uint8)
-            return digits[::3].add(digits[1::3], alpha=size).add_(digits[2::3], alpha=size * size)
-        pairs = digits[::2].add(digits[1::2], alpha=size)
-        return pairs if values == 2 else pairs[::2].add(pairs[1::2], alpha=size * size)
+        return torch.frombuffer(digit_at, dtype=torch.uint8).index_select(0, self._places.int())
+
+
+def _differences(digits: Tensor, size: int) -> Tensor:
+    """As ``Alphabet.differences`` has them, in bytes, which wrap around at 256."""
+    rows = digits.view(-1, ROW)
+    differences = rows.clone()
+    differences[:, 1:] -= rows[:, :-1]
+    if size < 256:
+        differences[:, 1:] += (rows[:, 1:] < rows[:, :-1]).to(torch.uint8).mul_(size)
+    return differences.flatten()
+
+
+def _symbols(digits: Tensor, alphabet: Alphabet) -> Tensor:
+    """The symbols of digits (uint8), several values each, in any order."""
+    size = alphabet.size
+    if (
+        alphabet.values == 3
+    ):  # the others lie side by side in a row; these follow a lane, which has 4 values of each row
+        lanes = digits.view(torch.int32).view(-1, SAMPLE_ROWS, LANES).transpose(1, 2).reshape(-1)
+        digits = lanes.view(torch.uint8)
+        return digits[::3].add(digits[1::3], alpha=size).add_(digits[2::3], alpha=size * size)
+    pairs = digits[::2].add(digits[1::2], alpha=size)
+    return pairs if alphabet.values == 2 else pairs[::2].add(pairs[1::2], alpha=size * size)
 
 
 def _rows(values: int, count: int) -> int:
@@ -182,9 +223,10 @@ def _ends(zero_code: bool) -> Tensor:
     return (torch.arange(2 * _EDGE, device="cpu") + codes).clamp_(max=2 * _EDGE - 1)
 
 
-def normalise(share: list[float], always: int) -> list[int]:
-    """Shares as integers that sum to 4096; what is rarer than 2**-22 gets none, except the symbol ``always``."""
-    freqs = [max(round(part * SCALE), 1) if part > 2.0**-22 else 0 for part in share]
+def normalise(share: list[float], always: int, *, every: bool = False) -> list[int]:
+    """Shares as integers that sum to 4096; what is rarer than 2**-22 gets none, except the symbol ``always``, or, with
+    ``every``, all symbols."""
+    freqs = [max(round(part * SCALE), 1) if every or part > 2.0**-22 else 0 for part in share]
     freqs[always] = freqs[always] or 1
     if len(freqs) - freqs.count(0) < 2:  # a single symbol would need all 4096, which 12 bits do not hold
         freqs[0 if always else 1] = 1
