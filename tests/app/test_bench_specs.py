@@ -14,6 +14,7 @@ from lowtide.codecs.cast import Cast
     [
         ("sz", "sz", "", {}),
         (" sz:rans ", "sz", "rans", {}),
+        ("sz:rans(predict=row)", "sz", "rans", {"predict": "row"}),
         ("fixed(linear=0.4 std, coder=rans)", "fixed", "", {"linear": "0.4 std", "coder": "rans"}),
         ("bold:blocks(min_size=1,recast=false)", "bold", "blocks", {"min_size": 1, "recast": False}),
         ("x(a=0.5,b=none,c=)", "x", "", {"a": 0.5, "b": None, "c": ""}),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowtide.codecs.sz import Plan, Sz
 from lowtide.coding import rans
-from lowtide.errors import PayloadError
+from lowtide.errors import PayloadError, PolicyError, UnknownNameError
 from lowtide.records import Bound, Encoded
 
 RANS, BLOCKS = Sz(coder="rans"), Sz(coder="blocks")
@@ -115,6 +115,53 @@ def test_values_do_not_depend_on_which_chunks_are_raw(codec: Sz, dtype: torch.dt
     assert not bool((values == x).all()), "raw, but quantised"
     if poor.zero_code:
         assert torch.equal(codec.nonzero(coarse), (x != 0).to(dtype))
+
+
+def make_map(dtype: torch.dtype, channels: int = 6) -> Tensor:
+    """Channels of smooth maps, as a convolution makes them of photos."""
+    coarse = torch.randn(4, channels, 8, 8, generator=torch.Generator().manual_seed(5))
+    fine = torch.nn.functional.interpolate(coarse, size=(64, 64), mode="bicubic")
+    return fine.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("axes", [(), (1,)], ids=["tensor", "channels"])
+@pytest.mark.parametrize("rounding", ["dither", "nearest"])
+def test_prediction_changes_the_size_alone(rounding: str, axes: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Values that no code carries, and some that are outside of the alphabet, among them."""
+    x = make_map(dtype)
+    flat = x.view(-1)
+    flat[5], flat[700], flat[-1], flat[77], flat[78] = math.nan, -math.inf, 3e4, -0.0, 0.0
+    flat[12800:14000:100] += 200
+    bound = Bound(torch.full([x.shape[axis] for axis in axes], 0.2, dtype=torch.float64), axes)
+    off, row = (Sz(coder="rans", rounding=rounding, predict=predict) for predict in ("off", "row"))
+    plain, payload = (codec.encode(x, bound, seed=3) for codec in (off, row))
+    assert payload.meta["alphabet"]["predicted"] is True and "predicted" not in plain.meta["alphabet"]
+    found = rans_format.content(payload)
+    assert found.escapes and (found.escaped_codes or dtype.itemsize == 2) and len(found.raw) < x.numel() / 10
+    assert payload.nbytes < (0.85 if dtype.itemsize > 2 or not axes else 0.9) * plain.nbytes
+    assert bit_equal(row.decode(payload), off.decode(plain))
+    assert bit_equal(Sz().decode(Encoded.from_bytes(payload.to_bytes())), off.decode(plain))
+
+
+def test_what_prediction_does_not_help_is_not_predicted() -> None:
+    """White noise, and whatever has a code for zero: payloads are those of a codec that was not asked to."""
+    bound = Bound.absolute(0.3)
+    for x, keep in ((torch.randn(1 << 16), False), (make_map(torch.float32).relu(), False), (torch.randn(9999), True)):
+        off, row = (Sz(coder="rans", keep_zeros=keep, predict=predict) for predict in ("off", "row"))
+        assert row.encode(x, bound).to_bytes() == off.encode(x, bound).to_bytes()
+    last = make_map(torch.float32, 32).contiguous(memory_format=torch.channels_last)
+    assert not Sz(coder="rans", predict="row").plan(last, bound).model.alphabet.predicted, "neighbours are channels"
+
+
+def test_what_can_be_asked_of_prediction() -> None:
+    with pytest.raises(UnknownNameError, match="unknown prediction of sz 'plane'; known: off, row"):
+        Sz(predict="plane")
+    with pytest.raises(
+        PolicyError, match=r"sz predicts values for the coder rans alone; .* take coder='rans' or 'auto'"
+    ):
+        Sz(coder="blocks", predict="row")
+    assert Sz(predict="row").encode(make_map(torch.float32), Bound.absolute(0.2)).meta["kind"] == "blocks"
 
 
 def test_auto_is_blocks_on_the_cpu() -> None:

@@ -34,6 +34,7 @@ CHANGES: dict[str, Callable[[Plan], Plan]] = {
     "low": lambda plan: with_alphabet(plan, low=plan.model.alphabet.low + 1),
     "fill": lambda plan: with_alphabet(plan, fill=plan.model.alphabet.fill - 1),
     "rows": lambda plan: with_alphabet(plan, rows=plan.model.alphabet.rows + 12),
+    "predicted": lambda plan: with_alphabet(plan, predicted=True),
     "bits": lambda plan: replace(plan, model=replace(plan.model, bits=1.2 * plan.model.bits)),
     "no model": lambda plan: replace(plan, model=None),
     "zero code": lambda plan: replace(plan, zero_code=True),

@@ -190,5 +190,9 @@ def test_masks_only_where_zeros_are_kept(compiler: Compiler) -> None:
         plan = plan if with_model else replace(plan, model=None)
         encoder, *decoders = _sz_functions.missing(codec, spec, plan, replayed=False)
         assert encoder.kernel.endswith("_encode") and [kernel.give for kernel in decoders] == gives
+    codec = Sz(coder="rans", predict="row")
+    plan = codec.plan(torch.randn(1 << 15).sort().values, Bound.absolute(0.5))
+    wanted = _sz_functions.missing(codec, spec, plan, replayed=True)
+    assert len(wanted) == 4 and all(kernel.predicted and "true>" in kernel.expression for kernel in wanted)
     elsewhere = replace(spec, device=torch.device("cpu"))
     assert not _sz_functions.missing(codec, elsewhere, plan, replayed=True), "nothing is compiled for a CPU"

@@ -37,6 +37,19 @@ COMPILED = [
     ("rans_decode", "float", TENSOR, 1, True, 2, G),
     ("blocks_decode", "Bfloat", TENSOR, 1, True, 0, G),
 ]
+# The same where values are predicted from those before them.
+PREDICTED = [
+    ("rans_encode", "Bfloat", RUNS, 0, True, 3, V),
+    ("rans_encode", "float", RUNS, 0, True, 2, V),
+    ("rans_encode", "float", RUNS, 0, True, 4, V),
+    ("rans_encode", "Bfloat", INNER, 0, True, 3, V),
+    ("rans_encode", "Half", ANY, 0, False, 1, V),
+    ("rans_decode", "Bfloat", RUNS, 0, True, 3, V),
+    ("rans_decode", "float", RUNS, 0, True, 2, V),
+    ("rans_decode", "float", RUNS, 0, True, 4, V),
+    ("rans_decode", "Bfloat", INNER, 0, True, 3, V),
+    ("rans_decode", "Half", ANY, 0, False, 1, V),
+]
 # Bytes that kernels held to few registers spill for now, at most: none but these do.
 SPILLED = {
     ("sm_80", "blocks_encode<float, 0, 0, true>"): 8,
@@ -95,6 +108,48 @@ def test_registers_suffice_in_graphs(arch: str, instance: Any, tmp_path: Path, m
     spilled = SPILLED_IN_GRAPHS.get((arch, expression), 0)
     assert used["STACK"] <= spilled and used["LOCAL"] == 0, f"{used}: more is spilled than {spilled} bytes"
     assert used["REG"] <= REGISTERS[instance[0]] and used["SHARED"] <= 48 << 10, used
+
+
+SPILLED_PREDICTED = {
+    ("sz", "sm_90", "rans_encode<float, 4, 4, 1, 0, true, true>"): 8,
+    ("sz", "sm_90", "rans_decode<Bfloat, 3, 3, 2, 0, true, ONLY_VALUES, true>"): 8,
+    ("sz_replayed", "sm_80", "rans_encode<Bfloat, 3, 3, 1, 0, true, true>"): 8,
+    ("sz_replayed", "sm_80", "rans_encode<float, 4, 4, 1, 0, true, true>"): 16,
+    ("sz_replayed", "sm_90", "rans_encode<float, 4, 4, 1, 0, true, true>"): 16,
+    ("sz_replayed", "sm_100", "rans_decode<Bfloat, 3, 3, 1, 0, true, ONLY_VALUES, true>"): 8,
+    ("sz_replayed", "sm_100", "rans_decode<Bfloat, 3, 3, 2, 0, true, ONLY_VALUES, true>"): 8,
+}
+
+
+@requires_nvrtc
+@pytest.mark.parametrize("program", [_sz_functions.PROGRAM, _sz_functions.REPLAYED], ids=lambda program: program.name)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("instance", PREDICTED, ids=lambda instance: _sz_functions.expression(*instance))
+def test_registers_suffice_for_prediction(
+    instance: Any, arch: str, program: _nvrtc.Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOWTIDE_CACHE_DIR", str(tmp_path / "kept"))
+    expression = _sz_functions.expression(*instance, predicted=True)
+    used = usage(_nvrtc.compile(program.source, expression, arch, program.name)[0], tmp_path)
+    spilled = SPILLED_PREDICTED.get((program.name, arch, expression), 0)
+    assert used["STACK"] <= spilled and used["LOCAL"] == 0, f"{used}: more is spilled than {spilled} bytes"
+    assert used["REG"] <= REGISTERS[instance[0]] and used["SHARED"] <= 48 << 10, used
+
+
+@requires_nvrtc
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "rans_encode<float, 2, 2, 0, 1, true, true>",
+        "rans_decode<float, 2, 2, 0, 1, true, ONLY_VALUES, true>",
+        "rans_decode<float, 2, 2, 0, 0, true, ONLY_MASK, true>",
+        "rans_encode<Folded<Bfloat, 2>, 3, 3, 0, 0, true, true>",
+    ],
+)
+def test_zeros_masks_and_pairs_are_not_predicted(expression: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("LOWTIDE_CACHE_DIR", str(tmp_path))
+    with pytest.raises(LowtideError, match=r"not predicted|nothing but values"):
+        _nvrtc.compile(_sz_functions.PROGRAM.source, expression, "sm_90", "sz")
 
 
 @requires_nvrtc

@@ -13,7 +13,7 @@ import pytest
 import torch
 from simt import Emulated, EmulatedFunction, requires_compiler
 from test_kernel_sz_cuda import emulated
-from torch import Tensor
+from torch import Tensor, nn
 
 import lowtide
 from lowtide import kernels
@@ -62,6 +62,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         give = options.get("give")
         is_plain = give in (None, _sz_functions.VALUES, _sz_functions.MASK)
         launched[kernel if is_plain else "gate" if give == _sz_functions.GATED else "unfold"] += 1
+        launched["predicted"] += options["predicted"]
         return emulated(kernel, *given, **options)
 
     def of_pairs(kernel: str, device: int) -> EmulatedFunction:
@@ -81,6 +82,38 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         for name, stand_in in names.items():
             monkeypatch.setattr(owner, name, stand_in)
     return launched
+
+
+def train_on_smooth_maps(predict: str) -> tuple[list[Tensor], int]:
+    """The weights after some steps, and what was held in the last one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Conv2d(3, 8, 5, padding=2), nn.BatchNorm2d(8), nn.Tanh(), nn.Conv2d(8, 8, 3, padding=1)),
+        *(nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)),
+    )
+    x = nn.functional.interpolate(torch.randn(4, 3, 6, 6), size=48, mode="bicubic")
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    options = {"coder": "rans", "norm": "0.2 std", "linear": "0.2 std", "remake": True, "predict": predict}
+    tide = lowtide.attach(model, "fixed", optimizer=optimizer, min_size=4096, **options)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        held = tide.ledger.held
+        loss.backward()
+        optimizer.step()
+    tide.detach()
+    return [part.detach() for part in model.parameters()], held
+
+
+def test_prediction_changes_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is chosen for norm inputs and the like, and takes less; pairs of batch norm and ReLU go without."""
+    launched = as_on_a_gpu(monkeypatch)
+    weights, held = train_on_smooth_maps("off")
+    assert not launched["predicted"]
+    predicted, less = train_on_smooth_maps("row")
+    assert launched["predicted"] > STEPS and launched["fold"] + launched["unfold"] > 0
+    assert all(torch.equal(a, b) for a, b in zip(weights, predicted, strict=True))
+    assert less < 0.9 * held
 
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

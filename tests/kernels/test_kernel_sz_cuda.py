@@ -30,10 +30,11 @@ LARGEST = {1: 256, 2: 16, 3: 6, 4: 4}
 
 def emulated(
     kernel: str, device: int, dtype: str, entry: int, zero: int, dithered: bool, *, values: int = 0, give: str = "0",
-    replayed: bool = False,
+    replayed: bool = False, predicted: bool = False,
 ) -> EmulatedFunction:  # fmt: skip
     program = _sz_functions.REPLAYED if replayed else _sz_functions.PROGRAM
-    return Emulated(program).function(_sz_functions.expression(kernel, dtype, entry, zero, dithered, values, give))
+    template = (dtype, entry, zero, dithered, values, give)
+    return Emulated(program).function(_sz_functions.expression(kernel, *template, predicted=predicted))
 
 
 @pytest.fixture(autouse=True)
@@ -94,10 +95,11 @@ class Instance:
     rounding: str = "dither"
     zeros: bool = False
     values: int = 0
+    predicted: bool = False
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        zeros = "zeros" if self.zeros else "no_zeros"
+        zeros = "zeros" if self.zeros else "predicted" if self.predicted else "no_zeros"
         return f"{self.coder}{self.values or ''}-{dtype}-{KINDS[self.kind]}-{self.rounding}-{zeros}"
 
     @property
@@ -112,7 +114,8 @@ class Instance:
         if self.coder == "blocks":
             return plan
         sample = rans_fit.Sample(codec.survey(x, grid), self.zeros)
-        return replace(plan, model=sample.model(sample.alphabet(self.values, x.numel())))
+        alphabet = replace(sample.alphabet(self.values, x.numel()), predicted=self.predicted)
+        return replace(plan, model=sample.model(alphabet))
 
 
 KINDS = ["tensor", "runs", "inner", "mixed", "any", "many", "fixed"]
@@ -145,7 +148,17 @@ INSTANCES = [
     Instance(F32, TENSOR, "rans", "stochastic", values=4),
     Instance(F32, INNER, "rans", "stochastic", values=1),
     Instance(F32, RUNS, "rans", "stochastic", zeros=True, values=2),
+    Instance(F32, TENSOR, "rans", values=2, predicted=True),
+    Instance(F32, RUNS, "rans", values=4, predicted=True),
+    Instance(BF16, RUNS, "rans", values=1, predicted=True),
+    Instance(BF16, INNER, "rans", values=3, predicted=True),
+    Instance(F16, MIXED, "rans", "nearest", values=2, predicted=True),
+    Instance(F32, ANY, "rans", "nearest", values=1, predicted=True),
+    Instance(F32, MANY, "rans", values=3, predicted=True),
+    Instance(BF16, FIXED, "rans", values=4, predicted=True),
+    Instance(F32, INNER, "rans", "stochastic", values=2, predicted=True),
 ]
+PREDICTED = [instance for instance in INSTANCES if instance.predicted]
 # Shapes, orders of the axes in memory, and axes of the bound, by kind.
 LAYOUTS: dict[int, list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]] = {
     TENSOR: [((9001,), (0,), ())],
@@ -191,7 +204,7 @@ def test_the_twin_is_the_codec(instance: Instance) -> None:
 
 
 @requires_compiler
-@pytest.mark.parametrize("instance", [INSTANCES[0], INSTANCES[1], INSTANCES[7], INSTANCES[8], INSTANCES[9]], ids=str)
+@pytest.mark.parametrize("instance", [*INSTANCES[:2], *INSTANCES[7:10], *PREDICTED[:3]], ids=str)
 def test_starts_and_lengths(instance: Instance) -> None:
     """At any address, of any length: loads of four values at once are not always possible."""
     values = torch.randn(4700)
@@ -246,20 +259,21 @@ def test_many_blocks_of_a_grid_and_many_launches() -> None:
 
 
 def explicit(
-    values: int, *, low: int, zero: bool = False, rows: int = 12, bits_a_value: float = 4.0, sparse: bool = False
-) -> rans.Model:
+    values: int, *, low: int, zero: bool = False, rows: int = 12, bits_a_value: float = 4.0, sparse: bool = False,
+    predicted: bool = False,
+) -> rans.Model:  # fmt: skip
     """A model that was not fitted to anything."""
-    size = LARGEST[values] if values > 1 else 40
-    alphabet = rans.Alphabet(values, size, low, zero, 1, rows)
+    size = LARGEST[values] if values > 1 or predicted else 40
+    alphabet = rans.Alphabet(values, size, low, zero, 1, rows, predicted)
     share = torch.rand(alphabet.symbols, dtype=torch.float64)
     if sparse:
         share[torch.rand(alphabet.symbols) < 0.7] = 0
-    freqs = torch.tensor(rans_fit.normalise((share / share.sum()).tolist(), alphabet.fill_symbol))
+    freqs = torch.tensor(rans_fit.normalise((share / share.sum()).tolist(), alphabet.fill_symbol, every=predicted))
     return rans.Model(alphabet, freqs.short(), bits_a_value)
 
 
 @requires_compiler
-@pytest.mark.parametrize("instance", [INSTANCES[7], INSTANCES[8], INSTANCES[9]], ids=str)
+@pytest.mark.parametrize("instance", [*INSTANCES[7:10], *PREDICTED[:4]], ids=str)
 def test_models_that_do_not_fit(instance: Instance) -> None:
     """Symbols without a share; alphabets that leave out some codes, or all; codes that all lie beyond the reach of
     16-bit values, on either side; zeros that have no symbol."""
@@ -277,8 +291,63 @@ def test_models_that_do_not_fit(instance: Instance) -> None:
     ]:
         x = (values + shift).to(instance.dtype)
         plan = codec.plan(x, Bound.absolute(0.5), instance.zeros)
-        model = explicit(instance.values, low=low, zero=instance.zeros, sparse=sparse)
+        model = explicit(instance.values, low=low, zero=instance.zeros, sparse=sparse, predicted=instance.predicted)
         check(x, codec, replace(plan, model=model), masked=True)
+
+
+@requires_compiler
+@pytest.mark.parametrize("instance", PREDICTED, ids=str)
+def test_values_do_not_depend_on_prediction(instance: Instance) -> None:
+    """Bit for bit, whatever lies between: NaN, infinities, codes without a digit. Most chunks are coded."""
+    least = {1: 0.4, 2: 0.8, 3: 1.5, 4: 2.5}[instance.values] * (2 if instance.rounding == "stochastic" else 1)
+    raw = chunks = 0
+    for number, (x, bound) in enumerate(tensors(instance)):
+        bound, values = Bound(bound.value.nan_to_num(least).clamp(min=least), bound.axes), []
+        check(x, instance.codec, instance.plan(x, bound), seed=number)
+        for one in (instance, replace(instance, predicted=False)):
+            twin, plan = SzCuda(one.codec), one.plan(x, bound)
+            encoded = twin.encode(x, seed=number, plan=plan)
+            assert encoded.meta["alphabet"].get("predicted", False) == one.predicted
+            raw, chunks = raw + len(raw_chunks(encoded)), chunks + encoded.tensors["heads"].numel() // 3
+            values.append(twin.decode(encoded))
+        assert_same_values(*values, str(instance))
+    assert raw < chunks / 2
+
+
+@requires_compiler
+@pytest.mark.parametrize("values", LARGEST)
+def test_the_largest_sums_of_a_row(values: int) -> None:
+    """Of 128 differences that are all as large as they get; and of all others, some of which wrap around."""
+    size = LARGEST[values]
+    alphabet = rans.Alphabet(values, size, -size // 2, False, 0, 12, predicted=True)
+    freqs = torch.tensor(rans_fit.normalise([1 / alphabet.symbols] * alphabet.symbols, 0, every=True))
+    codec, count = Sz(coder="rans", rounding="nearest"), 4 * alphabet.chunk
+    falling = (-1 - torch.arange(rans.ROW)).repeat(count // 2 // rans.ROW)
+    digits = torch.cat([falling, torch.randint(0, size, (count // 2,))]) % size
+    differences = alphabet.differences(digits)
+    assert bool((differences[: count // 2] == size - 1).all()) and len(differences.unique()) == size
+    bound = Bound.absolute(0.5)
+    x = (digits + alphabet.low) * codec.step(bound, TensorSpec.of(torch.empty(count)))
+    plan = replace(codec.plan(x, bound, False), model=rans.Model(alphabet, freqs.short(), 8.0))
+    got = check(x, codec, plan)
+    assert not raw_chunks(got) and not bool(got.tensors["heads"][2::3].any()), "all are coded"
+    assert torch.equal(
+        SzCuda(codec).decode(got), codec.grid(x, bound).value(digits + alphabet.low, range(count), got.spec, 3)
+    )
+
+
+def test_pairs_are_not_predicted() -> None:
+    """Neither by the plan of a twin that folds them, nor by kernels that fold what was planned elsewhere."""
+    x = torch.randn(40, 96).cumsum(1)[:, :, None].expand(40, 96, 16).contiguous()
+    codec, bound = Sz(coder="rans", predict="row"), Bound.absolute(0.5)
+    plans = [twin.plan(x, bound) for twin in (SzCuda(codec), SzCuda(codec).folding(BF16))]
+    assert [plan.model.alphabet.predicted for plan in plans] == [True, False]
+    spec, meta = TensorSpec.of(x), {"zero_code": False, "rounding": "dither", "axes": (), "kind": "rans"}
+    for plan in plans:
+        alphabet = plan.model.alphabet
+        encoding = _sz_jobs.encoding_of(codec, spec, plan, BF16)
+        unfolding = _sz_jobs.unfolding_of(spec, {**meta, "alphabet": alphabet.meta()}, BF16)
+        assert encoding.is_folded == (unfolding is not None) == (not alphabet.predicted)
 
 
 @requires_compiler

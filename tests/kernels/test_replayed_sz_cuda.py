@@ -51,11 +51,13 @@ class Beside:
 
 
 def make(coder: str, dtype: torch.dtype = torch.float32, count: int = 12 * 4096 + 77) -> tuple[SzCuda, Tensor, Plan]:
-    x = torch.randn(count)
+    predicted = coder == "predicted"
+    x = 3 * torch.sin(torch.arange(count) / 15) if predicted else torch.randn(count)
     x[100:400] *= 1e9
-    twin = SzCuda(Sz(coder=coder))
+    twin = SzCuda(Sz(coder="rans", predict="row") if predicted else Sz(coder=coder))
     plan = twin.codec.plan(x.to(dtype), Bound.absolute(BOUND))
     assert (plan.model is None) == (coder == "blocks")
+    assert plan.model is None or plan.model.alphabet.predicted == predicted
     return twin, x.to(dtype), plan
 
 
@@ -68,7 +70,7 @@ def encode(twin: SzCuda, x: Tensor, plan: Plan, replay: Replay, room: int | None
 
 @requires_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("coder", ["blocks", "rans"])
+@pytest.mark.parametrize("coder", ["blocks", "rans", "predicted"])
 def test_every_replay_has_its_own_dither(coder: str, dtype: torch.dtype) -> None:
     twin, x, plan = make(coder, dtype)
     cell = Cell(CPU)
@@ -99,7 +101,7 @@ def test_a_mask_does_not_depend_on_the_replay() -> None:
 
 
 @requires_compiler
-@pytest.mark.parametrize("coder", ["blocks", "rans"])
+@pytest.mark.parametrize("coder", ["blocks", "rans", "predicted"])
 def test_what_did_not_fit_is_nan_and_the_rest_is_right(coder: str, guarded: Guarded) -> None:
     """Nothing is read past the payload either: there is no memory there to be sure of."""
     twin, x, plan = make(coder)
@@ -153,7 +155,7 @@ def test_beside_a_step_all_that_a_launch_touches_is_held(coder: str, monkeypatch
 
 
 @requires_compiler
-@pytest.mark.parametrize("coder", ["blocks", "rans"])
+@pytest.mark.parametrize("coder", ["blocks", "rans", "predicted"])
 def test_launches_can_be_repeated_with_the_same_arguments(coder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a replay does, a large payload and then a small one: nothing that a launch needs is used up by it."""
     launches: list[tuple[Any, ...]] = []

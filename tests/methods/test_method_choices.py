@@ -129,6 +129,13 @@ def test_a_rule_comes_before_what_a_controller_chooses() -> None:
     assert found[BATCH].codec.name == "norm_groups"
 
 
+@pytest.mark.parametrize("method", ["fixed", "budget"])
+def test_prediction_is_asked_for(method: str) -> None:
+    assert chosen(method)[BATCH].predict == "off"
+    found = chosen(method, predict="row", coder="rans")
+    assert {found[BATCH].predict, found[CONV].predict} == {"row"}
+
+
 @pytest.mark.parametrize(
     ("method", "options", "error", "message"),
     [
@@ -145,6 +152,14 @@ def test_a_rule_comes_before_what_a_controller_chooses() -> None:
         ("jpeg_act", {"table": "optM"}, UnknownNameError, "unknown table of jpeg_act 'optM'"),
         ("lossless", {"coder": "zip"}, UnknownNameError, "unknown coder 'zip'; known: blocks, rans"),
         ("cast", {"to": "fp4"}, UnknownNameError, "unknown cast target 'fp4'"),
+        *(
+            (method, options, error, message)
+            for method in ("fixed", "budget")
+            for options, error, message in (
+                ({"predict": "plane"}, UnknownNameError, "unknown prediction of sz 'plane'; known: off, row"),
+                ({"predict": "row", "coder": "blocks"}, PolicyError, "take coder='rans' or 'auto'"),
+            )
+        ),
     ],
 )
 def test_options_with_values_that_cannot_be(method: str, options: Any, error: type[Exception], message: str) -> None:

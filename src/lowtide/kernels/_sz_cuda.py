@@ -66,7 +66,9 @@ class SzCuda(SzTwin):
     def fit(
         self, grid: Grid, sample: Tensor, count: int, zero_code: bool | None = None, before: Plan | None = None
     ) -> Plan:
-        plan = SzTwin.fit(self, grid, sample, count, zero_code, before)
+        # Behind ReLU prediction gains little, and the kernels that fold pairs have none.
+        codec = self.codec if self.folds is None else replace(self.codec, predict="off")
+        plan = codec.fit(grid, sample, count, zero_code, before)
         return replace(plan, model=None) if count < _SMALL else plan
 
     def compile_ahead(self, plan: Plan, spec: TensorSpec, *, replayed: bool = False) -> list[Future[None]]:
@@ -189,7 +191,9 @@ class SzCuda(SzTwin):
         )  # fmt: skip
         function, second, aside = ready.function, ready.second, None
         if replay is not None:
-            function = _function(job.kernel, index, *job.template, values=job.values, replayed=True)
+            function = _function(
+                job.kernel, index, *job.template, values=job.values, replayed=True, predicted=job.predicted
+            )
             second = _SECOND.pack(
                 *job.digits, *job.where.numbers, job.whole, replay.number_at, *pair, 0, *replay.reserve
             )
@@ -285,8 +289,9 @@ class SzCuda(SzTwin):
             *(replay.reserve if replay is not None else _NO_RESERVE),
         )  # fmt: skip
         function = _function(
-            job.kernel, index, *job.template, values=job.values, give=give, replayed=replay is not None
-        )
+            job.kernel, index, *job.template, values=job.values, give=give, replayed=replay is not None,
+            predicted=job.predicted,
+        )  # fmt: skip
         shared = job.shared if give == VALUES else 0  # entries of a tensor with one bound are not staged
         stream = aside.begin() if aside is not None else current_stream(index)
         function.launch(min(job.blocks, _processors(index) * 8), WARPS * 32, shared, arguments, stream)
@@ -312,7 +317,9 @@ class _Ready:
     def __init__(self, twin: SzCuda, spec: TensorSpec, plan: Plan, encoding: Encoding, decoding: Decoding) -> None:
         self.twin, self.spec, self.encoding, self.decoding = twin, spec, encoding, decoding
         self.index = spec.device.index or 0
-        self.function = _function(encoding.kernel, self.index, *encoding.template, values=encoding.values)
+        self.function = _function(
+            encoding.kernel, self.index, *encoding.template, values=encoding.values, predicted=encoding.predicted
+        )
         self.second = _SECOND.pack(*encoding.digits, *encoding.where.numbers, encoding.whole, 0, 0, 0, 0, *_NO_RESERVE)
         self._lay_out(plan.grid, plan.model.freqs if plan.model is not None else None)
 

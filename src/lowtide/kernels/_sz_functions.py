@@ -13,7 +13,7 @@ from lowtide.records import TensorSpec
 
 PROGRAM = _nvrtc.Program.read(
     "sz", "dtypes.cuh", "folding.cuh", "sz_args.cuh", "sz_entries.cuh", "sz_grid.cuh", "sz_fold.cuh", "sz_exact.cuh",
-    "sz_places.cuh", "sz_rans.cuh", "sz_rans_encode.cu", "sz_rans_decode.cu", "sz_blocks.cu",
+    "sz_places.cuh", "sz_rans.cuh", "sz_predict.cuh", "sz_rans_encode.cu", "sz_rans_decode.cu", "sz_blocks.cu",
 )  # fmt: skip
 
 # The same for graphs that are replayed: sz_args.cuh says what is different.
@@ -36,10 +36,11 @@ class Kernel(NamedTuple):
     values: int = 0
     give: str = VALUES
     replayed: bool = False
+    predicted: bool = False
 
     @classmethod
     def of(cls, job: Encoding | Decoding, device: int, give: str = VALUES, *, replayed: bool = False) -> Kernel:
-        return cls(job.kernel, device, *job.template, job.values, give, replayed)
+        return cls(job.kernel, device, *job.template, job.values, give, replayed, job.predicted)
 
     @property
     def program(self) -> _nvrtc.Program:
@@ -47,7 +48,10 @@ class Kernel(NamedTuple):
 
     @property
     def expression(self) -> str:
-        return expression(self.kernel, self.dtype, self.entry, self.zero, self.dithered, self.values, self.give)
+        return expression(
+            self.kernel, self.dtype, self.entry, self.zero, self.dithered, self.values, self.give,
+            predicted=self.predicted,
+        )  # fmt: skip
 
 
 _FUNCTIONS: dict[tuple[Any, ...], _nvrtc.Function] = {}
@@ -55,9 +59,9 @@ _FUNCTIONS: dict[tuple[Any, ...], _nvrtc.Function] = {}
 
 def function(
     kernel: str, device: int, dtype: str, entry: int, zero: int, dithered: bool, *, values: int = 0,
-    give: str = VALUES, replayed: bool = False,
+    give: str = VALUES, replayed: bool = False, predicted: bool = False,
 ) -> _nvrtc.Function:  # fmt: skip
-    key = (kernel, device, dtype, entry, zero, dithered, values, give, replayed)
+    key = (kernel, device, dtype, entry, zero, dithered, values, give, replayed, predicted)
     known = _FUNCTIONS.get(key)
     if known is None:
         wanted = Kernel(*key)
@@ -87,7 +91,10 @@ def missing(
     return [kernel for kernel in wanted if kernel not in _FUNCTIONS]
 
 
-def expression(kernel: str, dtype: str, entry: int, zero: int, dithered: bool, values: int, give: str = VALUES) -> str:
+def expression(
+    kernel: str, dtype: str, entry: int, zero: int, dithered: bool, values: int, give: str = VALUES, *,
+    predicted: bool = False,
+) -> str:  # fmt: skip
     """The template of a kernel, as NVRTC names it."""
     parts = [dtype]
     if values:
@@ -95,4 +102,6 @@ def expression(kernel: str, dtype: str, entry: int, zero: int, dithered: bool, v
     parts += [str(entry), str(zero), str(dithered).lower()]
     if kernel.endswith("decode"):
         parts.append(give)
+    if predicted:
+        parts.append("true")
     return f"{kernel}<{', '.join(parts)}>"

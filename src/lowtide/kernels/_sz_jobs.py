@@ -39,6 +39,7 @@ class Encoding:
     digits: tuple[float, int, int, int, int, int, int]  # origin, lowest, beyond, three pairs, room
     where: Where
     meta: Mapping[str, Any]
+    predicted: bool = False
     whole: bool = field(init=False)  # values come back as whole steps, though dither was added
     headers_from: int = field(init=False)  # where in a payload's buffer, in 32-bit words, they begin: after the heads
     words_from: int = field(init=False)
@@ -79,7 +80,7 @@ class Encoding:
         sizes = (alphabet.rows, stage, alphabet.size, alphabet.low, alphabet.fill)
         return cls(
             "rans_encode", template, alphabet.values, spec.numel, chunks, -(-chunks // WARPS), 3 * chunks, 0, most,
-            shared, sizes, _digits(alphabet, room, codec.rounding), where, meta,
+            shared, sizes, _digits(alphabet, room, codec.rounding), where, meta, alphabet.predicted,
         )  # fmt: skip
 
 
@@ -99,6 +100,7 @@ class Decoding:
     shared: int
     sizes: tuple[int, int, int, int, int]
     where: Where
+    predicted: bool = False
 
     @classmethod
     def of(cls, spec: TensorSpec, meta: Mapping[str, Any]) -> Decoding | None:
@@ -117,7 +119,7 @@ class Decoding:
         chunks = -(-spec.numel // (rows * rans.ROW))
         return cls(
             "rans_decode", template, values, spec.numel, chunks, -(-chunks // WARPS), 3 * chunks, 0, size**values,
-            where.shared(), (rows, 0, size, alphabet["low"], 0), where,
+            where.shared(), (rows, 0, size, alphabet["low"], 0), where, alphabet.get("predicted", False),
         )  # fmt: skip
 
 
@@ -139,8 +141,7 @@ def encoding_of(codec: Sz, spec: TensorSpec, plan: Plan, folds: torch.dtype | No
 
 def decoding_of(spec: TensorSpec, meta: Mapping[str, Any]) -> Decoding | None:
     like = (spec.shape, spec.stride, spec.dtype, meta.get("axes"))
-    alphabet = meta.get("alphabet")
-    how = (alphabet["rows"], alphabet["size"], alphabet["low"], alphabet["values"]) if alphabet is not None else None
+    how = _alphabet_of(meta)
     key = (like, meta["kind"], meta.get("zero_code"), meta.get("rounding"), how)
     return _remember(_DECODINGS, key, lambda: Decoding.of(spec, meta))
 
@@ -148,8 +149,7 @@ def decoding_of(spec: TensorSpec, meta: Mapping[str, Any]) -> Decoding | None:
 def unfolding_of(spec: TensorSpec, meta: Mapping[str, Any], dtype: torch.dtype) -> Decoding | None:
     """What a decoder needs that gives the tensors of a pair, of ``dtype``, in place of the one that they were folded
     into; None where there is none."""
-    alphabet = meta.get("alphabet")
-    how = (alphabet["rows"], alphabet["size"], alphabet["low"], alphabet["values"]) if alphabet is not None else None
+    how = _alphabet_of(meta)
     key = (spec.shape, spec.stride, spec.dtype, meta["kind"], meta.get("zero_code"), meta.get("rounding"), how, dtype)
 
     def find() -> Decoding | None:
@@ -159,6 +159,14 @@ def unfolding_of(spec: TensorSpec, meta: Mapping[str, Any], dtype: torch.dtype) 
     return _remember(_UNFOLDINGS, key, find)
 
 
+def _alphabet_of(meta: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """What a decoder asks of it."""
+    alphabet = meta.get("alphabet")
+    if alphabet is None:
+        return None
+    return alphabet["rows"], alphabet["size"], alphabet["low"], alphabet["values"], alphabet.get("predicted", False)
+
+
 J = TypeVar("J", Encoding, Decoding)
 
 
@@ -166,7 +174,15 @@ def _folded(job: J, spec: TensorSpec, dtype: torch.dtype) -> J | None:
     """The same job for kernels that fold or unfold pairs of ``dtype`` while they code; None where there are none."""
     typename, entry, zero, dithered = job.template
     where = entry_of(spec, (1,))
-    if not job.values or entry != _TENSOR or zero or typename != "float" or dtype not in TYPES or where is None:
+    if (
+        not job.values
+        or job.predicted
+        or entry != _TENSOR
+        or zero
+        or typename != "float"
+        or dtype not in TYPES
+        or where is None
+    ):
         return None
     kind = _MANY if where.kind == _RUNS else where.kind
     if kind not in (_MANY, _INNER, _FIXED):

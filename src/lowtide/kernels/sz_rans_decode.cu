@@ -95,6 +95,11 @@ template <int V, int ZERO> struct Floats {
     if (V == 1) return __uint_as_float(permute(from, word, 0x3300 | digit << 4 | dither));
     return __uint_as_float(dot2(0x01000001u, permute(from, word, digit << 4 | dither), false, 0x4b4b0000u));
   }
+  // The same for a digit that has a word of its own, in byte 0 below 0x4b in byte 3: of kinds 1 and 2.
+  static __device__ __forceinline__ float of_digit(u32 from, u32 word, int k) {
+    static_assert(V < 3, "three or four digits do not lie in words of their own");
+    return __uint_as_float(permute(from, word, (FINE ? 0x300b : 0x3300) | (4 + k) << (FINE ? 4 : 0)));
+  }
   // What the float of a value's code has to be reduced by, if its centre is zero.
   template <bool DITHER> static __device__ __forceinline__ float origin(const Args& a) {
     float offset = FINE ? (DITHER ? SCALE * (127.5f / 256.0f) : 0.0f) : (DITHER ? 255.0f : 128.0f);
@@ -105,13 +110,16 @@ template <int V, int ZERO> struct Floats {
   }
 };
 
-template <typename T, int V, int ROWS, int ENTRY, int ZERO, bool DITHER, int GIVE, bool WHOLE>
+// Digits that were predicted have a word each, with room for finer floats unless they need all eight bits.
+template <int V, int ZERO, bool PREDICTED> using FloatsOf = Floats<(PREDICTED && V > 1 ? 2 : V), ZERO>;
+
+template <typename T, int V, int ROWS, int ENTRY, int ZERO, bool DITHER, int GIVE, bool PREDICTED, bool WHOLE>
 __device__ __forceinline__ void decode_chunk(
     const Args& a, u64 start, u32 base, int length, const uint2* slots, const float* staged, u32* ring, int lane) {
   constexpr int N = 4 * ROWS, S = N / V;
   constexpr bool MASK = GIVE == ONLY_MASK || GIVE == GATED, PASSES = GIVE == GATED || GIVE == SOURCE_AND_GATED;
   using In = typename Lies<T>::In;
-  using Float = Floats<V, ZERO>;
+  using Float = FloatsOf<V, ZERO, PREDICTED>;
   const u32 upward = kept(~0u << lane), address = kept(address_of(ring)), table = kept(address_of(slots));
   const Units<ENTRY> units = {a, Float::template origin<DITHER>(a), Float::SCALE};
   const int rounds = a.rows / ROWS;
@@ -125,6 +133,7 @@ __device__ __forceinline__ void decode_chunk(
   if (Entry<ENTRY>::constant && !MASK) walk.read(a, staged, unit, origin, units);
   Unfolder<T, GIVE> unfolder;
   unfolder.begin(a, g);
+  const u32 reciprocal = PREDICTED ? 0xffffffffu / a.size + 1 : 0;
   for (int round = 0; round < rounds; ++round) {
     if (window.fill && (int)left < 2 * window.fill + 64 * S) window.slide(lane);
     Group<In> given[PASSES ? ROWS : 1];
@@ -139,14 +148,24 @@ __device__ __forceinline__ void decode_chunk(
       s = (e.x >> 16) * (s >> 12) + (e.x & 0xffff);
       refill(s, left, upward, address, ring);
     }
+    Sums<V, ROWS> sums;
+    if (PREDICTED) sums.begin(packed, lane);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       float y[4];
       if (!Entry<ENTRY>::constant && !MASK) walk.read(a, staged, unit, origin, units);
       u32 word = DITHER && !MASK ? inverted_hash(g + r * 32, low_of(a), a.high) : 0;
+      if constexpr (PREDICTED) {
+        u32 digits[4];
+        sums.read(packed, r, a.size, reciprocal, digits);
 #pragma unroll
-      for (int k = 0; k < 4; ++k)
-        y[k] = MASK ? 1.0f : Float::template value<DITHER>(Float::of(packed, word, 4 * r + k) - origin[k], unit[k]);
+        for (int k = 0; k < 4; ++k)
+          y[k] = Float::template value<DITHER>(Float::of_digit(digits[k], word, k) - origin[k], unit[k]);
+      } else {
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+          y[k] = MASK ? 1.0f : Float::template value<DITHER>(Float::of(packed, word, 4 * r + k) - origin[k], unit[k]);
+      }
       if constexpr (UNFOLDS(GIVE)) {
         unfolder.template put<WHOLE>(a, y, given[PASSES ? r : 0], (u64)g + r * 32);
       } else {
@@ -168,15 +187,16 @@ __device__ __forceinline__ void decode_chunk(
   }
 }
 
-template <typename T, int V, int ROWS, int ENTRY, int ZERO, bool DITHER, int GIVE>
+template <typename T, int V, int ROWS, int ENTRY, int ZERO, bool DITHER, int GIVE, bool PREDICTED = false>
 __global__ void __launch_bounds__(256, UNFOLDS(GIVE) ? 4 : 5) rans_decode(const Args a) {
+  static_assert(!PREDICTED || (ZERO == 0 && GIVE == ONLY_VALUES), "what is predicted gives nothing but values");
   constexpr bool MASK = GIVE == ONLY_MASK || GIVE == GATED, PASSES = GIVE == GATED || GIVE == SOURCE_AND_GATED;
   using In = typename Lies<T>::In;
   __shared__ __align__(1024) u32 rings[8][256];
   __shared__ uint2 slots[4096];  // share << 16 | slot - slots before, and the symbol's digits
   extern __shared__ __align__(16) float staged[];
   int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-  using Float = Floats<V, ZERO>;
+  using Float = FloatsOf<V, ZERO, PREDICTED>;
   if (!MASK) stage<ENTRY>(a, staged, Units<ENTRY>{a, Float::template origin<DITHER>(a), Float::SCALE});
   {
     u32 *firsts = rings[0], *digits = rings[1];  // before they are rings
@@ -213,10 +233,10 @@ __global__ void __launch_bounds__(256, UNFOLDS(GIVE) ? 4 : 5) rans_decode(const 
       continue;
     }
     if (valid == a.rows * 128 && even)
-      decode_chunk<T, V, ROWS, ENTRY, ZERO, DITHER, GIVE, true>(
+      decode_chunk<T, V, ROWS, ENTRY, ZERO, DITHER, GIVE, PREDICTED, true>(
           a, start, base, length, slots, staged, rings[warp], lane);
     else
-      decode_chunk<T, V, ROWS, ENTRY, ZERO, DITHER, GIVE, false>(
+      decode_chunk<T, V, ROWS, ENTRY, ZERO, DITHER, GIVE, PREDICTED, false>(
           a, start, base, length, slots, staged, rings[warp], lane);
     if (escapes) {
       __syncwarp();

@@ -198,7 +198,7 @@ __device__ __forceinline__ uint4 symbol_at(u32 place, const uint4* table) {
 }
 
 // ROWS rows make a round: whole symbols for every V.
-template <typename T, int V, int ROWS, int ENTRY, int ZERO, bool DITHER, bool WHOLE>
+template <typename T, int V, int ROWS, int ENTRY, int ZERO, bool DITHER, bool PREDICTED, bool WHOLE>
 __device__ __forceinline__ void encode_chunk(
     const Args& a, u64 start, const uint4* table, const float* staged, Staged& out, int lane) {
   constexpr int N = 4 * ROWS, S = N / V;
@@ -269,6 +269,9 @@ __device__ __forceinline__ void encode_chunk(
       }
       escaped = mend<T, ROWS, ENTRY, ZERO, DITHER, WHOLE, false>(a, start, g, todo, packed, out, lane);
     }
+    if (PREDICTED)
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) packed[r] = differences<V>(packed[r], a.size, lane);
     u32 places[S], unused = 0;
     symbols_of<V, ROWS>(packed, pairs, symbols, places);
     uint4 e[S];
@@ -282,7 +285,7 @@ __device__ __forceinline__ void encode_chunk(
       emit(s, cursor, e[t].y, below, (u8*)out.stream);
       s += __funnelshift_r(__umulhi(s, e[t].x), 0, e[t].w) * e[t].z + (e[t].w >> 6);
     }
-    if (__any_sync(~0u, kept(unused & UNUSED) != 0)) {  // symbols without a share: the table has `fill` in their places
+    if (!PREDICTED && __any_sync(~0u, kept(unused & UNUSED) != 0)) {  // symbols without a share: the table has `fill` in their places
       u32 todo = 0;
 #pragma unroll
       for (int t = 0; t < S; ++t)
@@ -349,8 +352,10 @@ __device__ __forceinline__ Chunk own_chunk(const Args& a, int warp) {
   return numbered_chunk(a, block * 8 + warp, a.rows * 128);
 }
 
-template <typename T, int V, int ROWS, int ENTRY, int ZERO, bool DITHER>
+// PREDICTED: digits become differences, all of which have a share.
+template <typename T, int V, int ROWS, int ENTRY, int ZERO, bool DITHER, bool PREDICTED = false>
 __global__ void __launch_bounds__(256, Lies<T>::folded ? 3 : 4) rans_encode(const Args a) {
+  static_assert(!PREDICTED || (ZERO == 0 && !Lies<T>::folded), "zeros are not predicted, nor are pairs");
   using In = typename Lies<T>::In;
   __shared__ uint4 table[256];
   __shared__ u32 sums[8];
@@ -384,9 +389,9 @@ __global__ void __launch_bounds__(256, Lies<T>::folded ? 3 : 4) rans_encode(cons
   own += warp * (a.stage / 2 + CODES + EXACTS * Type<T>::escape);
   Staged staged = {(u16*)own, own + a.stage / 2, own + a.stage / 2 + CODES, 0, 0, 0, 0, 0, 0, false};
   if (chunk.valid == a.rows * 128 && aligned(a.x, sizeof(In) * 4) && (!Lies<T>::folded || aligned(a.other, sizeof(In) * 4)))
-    encode_chunk<T, V, ROWS, ENTRY, ZERO, DITHER, true>(a, chunk.start, table, scales, staged, lane);
+    encode_chunk<T, V, ROWS, ENTRY, ZERO, DITHER, PREDICTED, true>(a, chunk.start, table, scales, staged, lane);
   else
-    encode_chunk<T, V, ROWS, ENTRY, ZERO, DITHER, false>(a, chunk.start, table, scales, staged, lane);
+    encode_chunk<T, V, ROWS, ENTRY, ZERO, DITHER, PREDICTED, false>(a, chunk.start, table, scales, staged, lane);
   chunk = own_chunk(a, warp);
   u32 words = 32 + (staged.spilled + staged.length + 1) / 2 + staged.coded + staged.lost * Type<T>::escape;
   const u32 as_raw = raw_words<T>(chunk.valid);

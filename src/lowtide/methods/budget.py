@@ -36,6 +36,7 @@ class Budget:
     retreat: str = "exact"
     rounding: str = "dither"
     coder: str = "auto"
+    predict: str = "off"
     pairs: bool | None = None
     flow: bool = True
 
@@ -47,7 +48,7 @@ class Budget:
         return self.pairs
 
     def values(self) -> Codec:
-        return codecs.create("sz", rounding=self.rounding, coder=self.coder)
+        return codecs.create("sz", rounding=self.rounding, coder=self.coder, predict=self.predict)
 
     def controller(self) -> BudgetController:
         return BudgetController(**options_of(self, BudgetController))

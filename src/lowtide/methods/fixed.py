@@ -26,9 +26,10 @@ class Fixed:
     log_probability: Any = None
     rounding: str = "dither"
     coder: str = "auto"
+    predict: str = "off"
 
     def values(self) -> Codec:
-        return codecs.create("sz", rounding=self.rounding, coder=self.coder)
+        return codecs.create("sz", rounding=self.rounding, coder=self.coder, predict=self.predict)
 
     def controller(self) -> FixedController:
         return FixedController.of(self)
