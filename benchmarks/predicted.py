@@ -1,0 +1,136 @@
+"""What ``predict="row"`` makes of the payloads of ``sz`` in a net that learns, beside what was expected of it.
+
+    PYTHONPATH=src python benchmarks/predicted.py resnet18 --data cifar10:PATH --batch 64 --steps 300,900
+    PYTHONPATH=src python benchmarks/predicted.py resnet18 --data imagefolder:PATH --batch 32 --steps 300,900
+
+The net trains as in prediction.py, and the same tensors are taken from it. Each is encoded whole, twice, by the coder
+``rans``: without prediction, and where a sample may choose it; tables are those that a survey gives, chunks those of
+large tensors. Bits a value of either payload, all of its parts counted, and whether it is predicted. What both decode
+to is compared, bit for bit. Beside them ``coded_plain`` and ``coded_row`` of prediction.py, which takes differences
+within rows of maps, tables fitted to the tensor itself, and of a batch the first samples. One row for each tensor and
+bound is appended to a CSV file; the table at the end has totals over all values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch
+from prediction import CASE, FORCED, LARGE, LAYOUTS, ROUNDINGS, RUN, Codes, Read, code, describe, prepare, take
+from torch import Tensor
+
+from lowtide.app.shared import arguments, specs
+from lowtide.app.shared.rows import ResultFile, now
+from lowtide.app.shared.script import run_script
+from lowtide.app.train.trainer import settings
+from lowtide.bounds import BoundRule
+from lowtide.codecs.sz import Sz
+from lowtide.coding import layout
+from lowtide.reports.text import table
+
+COLUMNS = (
+    *RUN,
+    *("site", "family", "shape", "zeros", "layout", "rounding", "bound", "digits", "predicted", "payload"),
+    *("payload_row", "coded_plain", "coded_row"),
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", nargs="?", default="resnet18", help="a model of the zoo (default: %(default)s)")
+    add("--data", default="digits", help="digits, cifar10:PATH, or another set (default: %(default)s)")
+    add("--batch", type=int, default=64, help="samples in a batch (default: %(default)s)")
+    add("--steps", default="300", help="after which values are taken, as 300,900 (default: %(default)s)")
+    add("--samples", type=int, default=8, help="that estimates are made of (default: %(default)s)")
+    add("--bounds", default="1.0,0.4,0.2", help="in standard deviations (default: %(default)s)")
+    add("--roundings", default="dither", help=f"of {' and '.join(ROUNDINGS)} (default: %(default)s)")
+    add("--layouts", default="contiguous", help=f"of maps in memory: {' and '.join(LAYOUTS)} (default: %(default)s)")
+    arguments.add_model(parser)
+    arguments.add_shared(parser, out="benchmarks/results/predicted.csv")
+
+
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row for each step, tensor, layout, rounding and bound."""
+    arguments.require_positive(options, "batch", "samples")
+    device = arguments.find_device(options)
+    steps = [specs.parse_value(text) for text in specs.split(options.steps)]
+    if not steps or not all(isinstance(step, int) and step > 0 for step in steps):
+        raise specs.UsageError(f"--steps are numbers of 1 or more, as 300,900; got {options.steps!r}")
+    rules = [BoundRule.parse(f"{text} std") for text in specs.split(options.bounds)]
+    roundings = specs.choose("rounding", options.roundings, ROUNDINGS)
+    layouts = specs.choose("layout", options.layouts, LAYOUTS)
+    out = ResultFile(arguments.find_out(options), COLUMNS).begin()
+    trainer = prepare(options, device, max(steps) + 1)
+    shared, rows = describe(options, trainer, device), list[dict[str, Any]]()
+    for number in range(max(steps) + 1):
+        with settings(trainer.config, device):
+            loss, reads = take(trainer, number) if number in steps else (trainer.step(number), [])
+        if not number % 50:
+            arguments.say(f"step {number}: loss {float(loss):.4f}")
+        for read, name in itertools.product(reads, layouts):
+            x = read.x.contiguous(memory_format=LAYOUTS[name]) if read.x.dim() == 4 else read.x
+            for rounding, rule in itertools.product(roundings, rules):
+                found = measure(replace(read, x=x), rule, rounding, options.samples)
+                rows.append({**shared, "date": now(), "step": number, "loss": float(loss), "layout": name, **found})
+                out.append(rows[-1])
+    trainer.close()
+    return rows
+
+
+def measure(read: Read, rule: BoundRule, rounding: str, samples: int) -> dict[str, Any]:
+    """Columns of a row."""
+    x, bound = read.x, rule.resolve(read.x, read.need)
+    kept, grid, zero_code = [], None, Sz().plan(read.x, bound).zero_code
+    found: dict[str, Any] = {"rounding": rounding, "bound": rule.value, "predicted": 0}
+    for name, predict in (("payload", "off"), ("payload_row", "row")):
+        codec = Sz(coder="rans", rounding=rounding, predict=predict)
+        grid = codec.grid(x, bound) if grid is None else grid
+        plan = codec.fit(grid, codec.survey(x, grid).cpu(), LARGE, zero_code)
+        encoded = codec.encode(x, seed=1, plan=plan)
+        found[name] = 8 * encoded.nbytes / x.numel()
+        found["digits"] = plan.model.alphabet.values if plan.model is not None else 0
+        found["predicted"] = int(plan.model is not None and plan.model.alphabet.predicted)
+        kept.append(layout.memory_view(codec.decode(encoded)))
+    assert _are_equal(*kept), f"{read.site}: values depend on prediction"
+    codes = Codes.of(read, rule, rounding, samples)
+    for name, stream in (("coded_plain", codes), ("coded_row", codes.predicted("row"))):
+        parts = [(stream.q, stream.zero)]
+        found[name] = min(code(parts, size, x.numel(), strict=True) for size in FORCED)
+    about = {"site": read.site, "family": read.need.family, "shape": "x".join(map(str, x.shape))}
+    return {**about, "zeros": float((x == 0).double().mean()), **found}
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.view(torch.int32), other.view(torch.int32))
+
+
+def show(rows: list[dict[str, Any]]) -> list[str]:
+    """Bits of all values together, how prediction changes them, and how it was expected to where that helps."""
+    cells = []
+    for case in dict.fromkeys(tuple(row[name] for name in CASE) for row in rows):
+        mine = [row for row in rows if tuple(row[name] for name in CASE) == case]
+        for family in (*sorted({row["family"] for row in mine}), "all"):
+            chosen = [row for row in mine if family in (row["family"], "all")]
+            expected = [{**row, "best": min(row["coded_plain"], row["coded_row"])} for row in chosen]
+            off, row = total(chosen, "payload"), total(chosen, "payload_row")
+            gain = total(expected, "best") / total(chosen, "coded_plain") - 1
+            count = f"{sum(item['predicted'] for item in chosen)} of {len(chosen)}"
+            cells.append(
+                (*map(str, case), family, f"{off:.3f}", f"{row:.3f}", f"{row / off - 1:+.1%}", f"{gain:+.1%}", count)
+            )
+    return table((*CASE, "sites", "off", "row", "change", "expected", "predicted"), cells)
+
+
+def total(rows: list[dict[str, Any]], name: str) -> float:
+    """Bits a value over all sites."""
+    sizes = [math.prod(map(int, row["shape"].split("x"))) for row in rows]
+    return sum(size * row[name] for size, row in zip(sizes, rows, strict=True)) / sum(sizes)
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(__doc__, configure, run, show))
