@@ -97,6 +97,11 @@ def make_flat_planes(shape: tuple[int, ...]) -> Tensor:
     return torch.randint(1, 100, sizes) + torch.zeros(shape)
 
 
+def make_waves(shape: tuple[int, ...]) -> Tensor:
+    """Values that differ little from the ones before them in memory."""
+    return 3 * torch.sin(torch.arange(math.prod(shape)) / 20 + torch.rand(())).view(shape)
+
+
 def make_half_zeros(shape: tuple[int, ...]) -> Tensor:
     return make_normals_with_nan(shape).relu()
 
@@ -221,6 +226,7 @@ _VARIANTS: dict[str, tuple[Case, ...]] = {
         Case("sz", "stochastic", {"rounding": "stochastic"}),
         Case("sz", "raw", bound=1e-12),
         Case("sz", "rans", {"coder": "rans"}, make_normals, bound=0.5),
+        Case("sz", "rans_predicted", {"coder": "rans", "predict": "row"}, make_waves, bound=0.25),
         Case("sz", "rans_keep_zeros", {"coder": "rans", "keep_zeros": True}, make_half_zeros, bound=0.5),
     ),
     "window_index": (

@@ -57,14 +57,15 @@ def sz_rans(
     axes: tuple[int, ...] = (),
     values: int = 2,
     low: int = -4,
+    predicted: bool = False,
     **options: bool,
 ) -> Encoded:
     """By a model that is written down as well: 8 digits at most, each half as likely as the one before."""
     codec = create("sz", coder="rans", **options)
     size = {4: 4, 3: 6}.get(values, 8)
-    alphabet = rans.Alphabet(values, size, low, codec.keep_zeros, 1, 12)
+    alphabet = rans.Alphabet(values, size, low, codec.keep_zeros, 1, 12, predicted)
     digits = torch.arange(alphabet.symbols).unsqueeze(1) // torch.tensor([size**k for k in range(values)]) % size
-    freqs = rans_fit.normalise((0.5 ** (digits + 1).sum(1).double()).tolist(), 0)
+    freqs = rans_fit.normalise((0.5 ** (digits + 1).sum(1).double()).tolist(), 0, every=predicted)
     model = rans.Model(alphabet, torch.tensor(freqs, dtype=torch.int16), 4.0)
     plan = codec.plan(x, Bound.absolute(bound, axes))
     return codec.encode(x, seed=0xFEEDFACE12345678, plan=replace(plan, model=model))
@@ -157,6 +158,10 @@ PAYLOADS = {
     "sz_rans_escapes_fp64": lambda: sz_rans(with_specials(ramp(4000, dtype=torch.float64)), values=1),
     "sz_rans_rows": lambda: sz_rans(ramp(4000).view(2, 2000), torch.tensor([0.5, 0.25]), axes=(0,), values=1),
     "sz_rans_raw": lambda: sz_rans(ramp(4000), 1e-9),
+    "sz_rans_predicted_escapes": lambda: sz_rans(with_specials(ramp(4000)), predicted=True),
+    "sz_rans_predicted_3_bf16": lambda: sz_rans(
+        ramp(4000, dtype=torch.bfloat16), 0.6, values=3, low=-2, predicted=True
+    ),
     "sz_empty": lambda: sz(torch.zeros(0, 3)),
 }
 
@@ -233,6 +238,8 @@ DIGESTS = {
     "sz_rans_escapes_fp64": "966f4689c17264c317c9d662300ab949",
     "sz_rans_rows": "e322e878d07629c7ba59be2358549513",
     "sz_rans_raw": "b4e35a0185ad2d2be657238e01080f02",
+    "sz_rans_predicted_escapes": "17fb64363c003633ad405fc694cbb582",
+    "sz_rans_predicted_3_bf16": "2fe00c0c6d6022134a9cb534450233d7",
     "sz_dither_channels": "b399f5fa77b40e1c977b5708f5b94e28",
     "sz_empty": "bfa2ad3270eeea71b379481390ff84c7",
 }
@@ -267,6 +274,7 @@ def test_the_payloads_take_the_paths_they_are_named_for() -> None:
         assert (name, len(found.raw)) == (name, 4000 if name == "sz_rans_raw" else 0)
         assert (name, sorted(found.escapes)) == (name, [3, 40, 41, 90] if "escapes" in name else [])
         assert found.raw or found.escaped_codes, f"{name}: no code is outside the alphabet"
+        assert payloads[name].meta["alphabet"].get("predicted", False) == ("predicted" in name)
     assert PAYLOADS["window_index_3x3"]().meta["width"] == 4
 
 

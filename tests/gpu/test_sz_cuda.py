@@ -143,7 +143,7 @@ def test_rans_gives_the_values_of_the_codec(dtype: str) -> None:
 
 
 def smooth_cases(dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Bound]]:
-    """Rows whose neighbours are alike, with what no code carries in them: layouts of every kind, bounds of every size."""
+    """Neighbours that are alike, with what no code carries among them: layouts of every kind, bounds of all sizes."""
     x = torch.sin(torch.arange(300_001, device=CUDA) / 40)
     x += 0.05 * torch.randn(300_001, device=CUDA)
     x[7], x[100_000], x[200_000:200_064] = torch.nan, -torch.inf, 3e4
