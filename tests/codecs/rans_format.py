@@ -101,7 +101,7 @@ def _decode(states: list[int], stream: list[int], freqs: list[int], alphabet: Ma
     if alphabet.get("predicted", False):
         assert not reserved and 0 not in freqs
         for at in range(len(digits)):
-            digits[at] = (digits[at] + (digits[at - 1] if at % 128 else 0)) % alphabet["size"]
+            digits[at] = (digits[at] + (digits[at - 1] if at % 128 else alphabet["fill"])) % alphabet["size"]
     return [ZERO if reserved and digit == 0 else digit - reserved + alphabet["low"] for digit in digits]
 
 

@@ -347,11 +347,11 @@ def test_every_symbol_of_a_predicted_alphabet_has_a_share(values: int) -> None:
 
 
 def test_differences_are_those_of_the_row() -> None:
-    """Modulo the size, from zero in every row of 128; sums undo them."""
-    alphabet = Alphabet(1, 200, -100, False, 0, 4, predicted=True)
+    """Modulo the size, from the digit to fill with in every row of 128; sums undo them."""
+    alphabet = Alphabet(1, 200, -100, False, 90, 4, predicted=True)
     digits = torch.randint(0, 200, (3 * 128,))
     row = digits.tolist()
-    expected = [(digit - (row[at - 1] if at % 128 else 0)) % 200 for at, digit in enumerate(row)]
+    expected = [(digit - (row[at - 1] if at % 128 else 90)) % 200 for at, digit in enumerate(row)]
     assert alphabet.differences(digits).tolist() == expected
     assert torch.equal(alphabet.sums(torch.tensor(expected)), digits)
 

@@ -35,7 +35,7 @@ def symbols(sample: Tensor, alphabet: Alphabet) -> list[int]:
         fits = alphabet.zero <= digit < alphabet.size
         digits.append(0 if is_zero and alphabet.zero else digit if fits else alphabet.fill)
     if alphabet.predicted:
-        before = [digits[at - 1] if at % rans.ROW else 0 for at in range(len(digits))]
+        before = [digits[at - 1] if at % rans.ROW else alphabet.fill for at in range(len(digits))]
         digits = [(digit - last) % alphabet.size for digit, last in zip(digits, before, strict=True)]
     lanes = torch.tensor(digits).view(-1, rans_fit.SAMPLE_ROWS, rans.LANES, 4)
     digits = lanes.transpose(1, 2).reshape(-1).tolist()

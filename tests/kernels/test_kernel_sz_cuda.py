@@ -319,10 +319,10 @@ def test_values_do_not_depend_on_prediction(instance: Instance) -> None:
 def test_the_largest_sums_of_a_row(values: int) -> None:
     """Of 128 differences that are all as large as they get; and of all others, some of which wrap around."""
     size = LARGEST[values]
-    alphabet = rans.Alphabet(values, size, -size // 2, False, 0, 12, predicted=True)
+    alphabet = rans.Alphabet(values, size, -size // 2, False, size - 1, 12, predicted=True)
     freqs = torch.tensor(rans_fit.normalise([1 / alphabet.symbols] * alphabet.symbols, 0, every=True))
     codec, count = Sz(coder="rans", rounding="nearest"), 4 * alphabet.chunk
-    falling = (-1 - torch.arange(rans.ROW)).repeat(count // 2 // rans.ROW)
+    falling = (-2 - torch.arange(rans.ROW)).repeat(count // 2 // rans.ROW)
     digits = torch.cat([falling, torch.randint(0, size, (count // 2,))]) % size
     differences = alphabet.differences(digits)
     assert bool((differences[: count // 2] == size - 1).all()) and len(differences.unique()) == size

@@ -6,8 +6,9 @@ share of 4096 (0: the symbol is not used). A code outside the alphabet is an esc
 that is not used; in their places the stream holds the digit ``fill``.
 
 Prediction. In a ``predicted`` alphabet, which has no digit for zero, the stream holds differences in the places of
-digits: of each digit and the one before it, modulo A, the first of every row of 128 values being what it is. Escapes
-take part as ``fill``. Every symbol has a share then: one that is replaced by another would change all values behind it.
+digits: of each digit and the one before it, modulo A; before the first of every row of 128 values comes ``fill``, the
+most common one, so that the difference is small there, too. Escapes take part as ``fill``. Every symbol has a share
+then: one that is replaced by another would change all values behind it.
 
 Format. A chunk is ``rows`` rows of 128 values and decodes on its own. Lane l takes the values 4 l .. 4 l + 3 of row
 after row, V at a time. A lane's state s is in [2**15, 2**31). Decoding a symbol: slot = s % 4096 names the symbol,
@@ -86,11 +87,11 @@ class Alphabet:
     def differences(self, digits: Tensor) -> Tensor:
         """Digits of whole rows as the stream of a ``predicted`` alphabet has them."""
         rows = digits.view(-1, ROW)
-        return torch.cat([rows[:, :1], (rows[:, 1:] - rows[:, :-1]) % self.size], 1).flatten()
+        return (rows.diff(dim=1, prepend=rows.new_full((len(rows), 1), self.fill)) % self.size).flatten()
 
     def sums(self, differences: Tensor) -> Tensor:
         """The inverse of ``differences``."""
-        return (differences.view(-1, ROW).cumsum(1) % self.size).flatten()
+        return ((differences.view(-1, ROW).cumsum(1) + self.fill) % self.size).flatten()
 
     def meta(self) -> dict[str, Any]:
         """Without ``predicted`` where it is not: payloads are as they were before there was such a thing."""

@@ -156,7 +156,7 @@ class Sample:
         alone[alphabet.fill] += outside
         digits = self._digits(alphabet) if values > 1 or alphabet.predicted else None
         if alphabet.predicted and digits is not None:
-            digits = _differences(digits, alphabet.size)
+            digits = _differences(digits, alphabet)
             alone = [times / self._count for times in torch.bincount(digits, minlength=alphabet.size).tolist()]
         share = [max(part, _LEAST) for part in alone] if values == 1 and self._lasts else alone
         if values > 1 and digits is not None:
@@ -185,14 +185,14 @@ class Sample:
         return torch.frombuffer(digit_at, dtype=torch.uint8).index_select(0, self._places.int())
 
 
-def _differences(digits: Tensor, size: int) -> Tensor:
+def _differences(digits: Tensor, alphabet: Alphabet) -> Tensor:
     """As ``Alphabet.differences`` has them, in bytes, which wrap around at 256."""
-    rows = digits.view(-1, ROW)
-    differences = rows.clone()
-    differences[:, 1:] -= rows[:, :-1]
-    if size < 256:
-        differences[:, 1:] += (rows[:, 1:] < rows[:, :-1]).to(torch.uint8).mul_(size)
-    return differences.flatten()
+    before = digits.roll(1)
+    before[::ROW] = alphabet.fill
+    differences = digits - before
+    if alphabet.size < 256:
+        differences += (digits < before).to(torch.uint8).mul_(alphabet.size)
+    return differences
 
 
 def _symbols(digits: Tensor, alphabet: Alphabet) -> Tensor:

@@ -119,7 +119,7 @@ class Decoding:
         chunks = -(-spec.numel // (rows * rans.ROW))
         return cls(
             "rans_decode", template, values, spec.numel, chunks, -(-chunks // WARPS), 3 * chunks, 0, size**values,
-            where.shared(), (rows, 0, size, alphabet["low"], 0), where, alphabet.get("predicted", False),
+            where.shared(), (rows, 0, size, alphabet["low"], alphabet["fill"]), where, alphabet.get("predicted", False),
         )  # fmt: skip
 
 
@@ -164,7 +164,8 @@ def _alphabet_of(meta: Mapping[str, Any]) -> tuple[int, ...] | None:
     alphabet = meta.get("alphabet")
     if alphabet is None:
         return None
-    return alphabet["rows"], alphabet["size"], alphabet["low"], alphabet["values"], alphabet.get("predicted", False)
+    names = ("rows", "size", "low", "values", "fill")
+    return *(alphabet[name] for name in names), alphabet.get("predicted", False)
 
 
 J = TypeVar("J", Encoding, Decoding)

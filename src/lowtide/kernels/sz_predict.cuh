@@ -1,6 +1,6 @@
 // Prediction along rows, for the coder rans: what stands for a digit is how much it is more, modulo the size of the
-// alphabet, than the one before it in the row of 128 that a warp has at once (lowtide.coding.rans). Only where zero has no
-// code of its own.
+// alphabet, than the one before it in the row of 128 that a warp has at once (lowtide.coding.rans); `fill` comes before the
+// first one. Only where zero has no code of its own.
 
 // Where a field is less than the other it borrows its spare bit, the one of number `bits`, and `size` is added.
 __device__ __forceinline__ u32 less_modulo(u32 a, u32 b, u32 size, u32 spare, int bits) {
@@ -9,9 +9,9 @@ __device__ __forceinline__ u32 less_modulo(u32 a, u32 b, u32 size, u32 spare, in
 }
 
 // The digits of a group, a byte each, less the ones before them. With one value a symbol they need all eight bits.
-template <int V> __device__ __forceinline__ u32 differences(u32 digits, u32 size, int lane) {
+template <int V> __device__ __forceinline__ u32 differences(u32 digits, u32 size, u32 fill, int lane) {
   u32 last = __shfl_up_sync(~0u, digits, 1);
-  u32 before = permute(lane ? last : 0, digits, 0x6543);
+  u32 before = permute(lane ? last : fill << 24, digits, 0x6543);
   if (V > 1) return less_modulo(digits, before, size, 0x80808080u, 7);
   u32 even = less_modulo(digits & 0x00ff00ffu, before & 0x00ff00ffu, size, 0x01000100u, 8);
   u32 odd = less_modulo(digits >> 8 & 0x00ff00ffu, before >> 8 & 0x00ff00ffu, size, 0x01000100u, 8);
@@ -34,9 +34,10 @@ __device__ __forceinline__ u32 sum_to_here(u32 sum, int lane) {
 }
 
 // The way back: sums of differences, over the lanes before for several rows at once, in fields of a word. Those of a row
-// stay below 128 * 256; with three values a symbol, where digits are below six, below 2**10.
+// stay below 129 * 256; with three values a symbol, where digits are below six, below 2**10.
 template <int V, int ROWS> struct Sums {
   static constexpr int FIELDS = V == 1 ? 1 : V == 3 ? 3 : 2, BITS = V == 3 ? 10 : 16;
+  static constexpr u32 EACH = FIELDS == 1 ? 1 : FIELDS == 2 ? 1 | 1 << BITS : 1 | 1 << BITS | 1 << 2 * BITS;
   u32 before[(ROWS + FIELDS - 1) / FIELDS];
 
   static __device__ __forceinline__ u32 row_of(const u32* packed, int r) {
@@ -49,14 +50,14 @@ template <int V, int ROWS> struct Sums {
     for (int k = 0; k < 4; ++k) selector |= ((4 * r + k) / V - first << 2 | (4 * r + k) % V) << (4 * k);
     return V == 4 ? packed[r] : permute(packed[first], packed[first + 1], selector);
   }
-  __device__ __forceinline__ void begin(const u32* packed, int lane) {
+  __device__ __forceinline__ void begin(const u32* packed, u32 fill, int lane) {
 #pragma unroll
     for (int w = 0; w < (ROWS + FIELDS - 1) / FIELDS; ++w) {
       u32 own = 0;
 #pragma unroll
       for (int f = 0; f < FIELDS; ++f)
         if (w * FIELDS + f < ROWS) own |= dot4(row_of(packed, w * FIELDS + f), 0x01010101u, 0) << (BITS * f);
-      before[w] = sum_to_here(own, lane) - own;
+      before[w] = sum_to_here(own, lane) - own + fill * EACH;
     }
   }
   // The digits of row r: the last bytes but one of words that Floats can take them from. `reciprocal` is 2**32 / size,

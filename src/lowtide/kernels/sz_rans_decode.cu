@@ -149,7 +149,7 @@ __device__ __forceinline__ void decode_chunk(
       refill(s, left, upward, address, ring);
     }
     Sums<V, ROWS> sums;
-    if (PREDICTED) sums.begin(packed, lane);
+    if (PREDICTED) sums.begin(packed, a.fill, lane);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       float y[4];

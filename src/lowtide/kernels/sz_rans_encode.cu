@@ -271,7 +271,7 @@ __device__ __forceinline__ void encode_chunk(
     }
     if (PREDICTED)
 #pragma unroll
-      for (int r = 0; r < ROWS; ++r) packed[r] = differences<V>(packed[r], a.size, lane);
+      for (int r = 0; r < ROWS; ++r) packed[r] = differences<V>(packed[r], a.size, a.fill, lane);
     u32 places[S], unused = 0;
     symbols_of<V, ROWS>(packed, pairs, symbols, places);
     uint4 e[S];
