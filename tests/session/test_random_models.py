@@ -1,5 +1,5 @@
-"""Whatever ops follow each other: ``exact`` is plain training bit for bit, ``budget`` keeps to its noise, and nothing of
-what was held is left when backward is over."""
+"""Whatever ops follow each other: ``exact`` is plain training bit for bit, ``budget`` keeps to its noise, and of what
+was held nothing is left when backward is over."""
 
 from __future__ import annotations
 

@@ -8,11 +8,11 @@ template <typename T> __device__ __forceinline__ u32 raw_words(u64 count) {
 template <typename T> __device__ void write_raw(const Args& a, u64 start, u32 base, u32 words, int lane) {
   for (u32 w = lane; w < words; w += 32) {
     if (sizeof(T) == 4) {
-      *words_at(a, base + w) = ((const u32*)a.x)[start + w];
+      a.words[base + w] = ((const u32*)a.x)[start + w];
     } else {
       const u16* x = (const u16*)a.x + start + 2 * w;
       u32 second = start + 2 * w + 1 < a.count ? x[1] : 0;
-      *words_at(a, base + w) = x[0] | second << 16;
+      a.words[base + w] = x[0] | second << 16;
     }
   }
 }
@@ -83,7 +83,7 @@ template <typename T, int ENTRY, int ZERO, bool DITHER> __device__ __forceinline
 
 // A chunk as it comes back, from element `start` on: whether it is stored so must not change values.
 template <typename T, int ENTRY, int ZERO, bool DITHER>
-__device__ void write_restored(const Args& a, u64 start, u32 base, u32 words, int lane) {
+__device__ void write_restored(const Args& a, u64 start, u32* out, u32 words, int lane) {
   constexpr u32 N = 4 / sizeof(T);
   for (u32 w = lane; w < words; w += 32) {
     u32 word = 0;
@@ -92,6 +92,6 @@ __device__ void write_restored(const Args& a, u64 start, u32 base, u32 words, in
       u64 i = start + N * w + k;
       if (i < a.count) word |= restored<T, ENTRY, ZERO, DITHER>(a, i) << (16 * k);
     }
-    *words_at(a, base + w) = word;
+    out[w] = word;
   }
 }

@@ -240,6 +240,7 @@ __global__ void __launch_bounds__(256, UNFOLDS(GIVE) ? 4 : 5) rans_decode(const 
           a, start, base, length, slots, staged, rings[warp], lane);
     if (escapes) {
       __syncwarp();
+      if (REPLAYED) base = (u32)a.heads[3 * chunk];  // again: no register has to be kept for it
       const u32* list = words_at(a, base + 32 + (length + 1) / 2);
       u32 coded = escapes & 0xffff;
       for (u32 w = lane; w < coded; w += 32) {

@@ -300,8 +300,7 @@ __device__ __forceinline__ void encode_chunk(
 
 // The chunk's words at their place: the states, the stream, the escapes.
 template <typename T>
-__device__ __forceinline__ void write_staged(const Args& a, const Staged& staged, u32 base, int lane) {
-  u32* out = words_at(a, base);
+__device__ __forceinline__ void write_staged(const Args& a, const Staged& staged, u32* out, int lane) {
   out[lane] = staged.state;
   out += 32;
   if (staged.length & 1 && lane == 0) staged.stream[staged.length] = 0;
@@ -331,14 +330,16 @@ __device__ __forceinline__ u32 place_for(const Args& a, u32 words, int lane) {
   return __shfl_sync(~0u, (u32)before, 0);
 }
 
-// Where it goes instead if its payload has no room for it: to the reserve that payloads of a graph share. Where that has
-// no room either, its place is still the one beyond the payload's end.
-__device__ __forceinline__ u32 place_away(const Args& a, u32 base, u32 words, int lane) {
-  if (!a.reserved) return base;
+// Where it goes instead if its payload has no room for it: to the reserve that payloads of a graph share. `at` then has the
+// top bit. Null where there is no room either.
+__device__ __forceinline__ u32* place_away(const Args& a, u32& at, u32 words, int lane) {
+  if (!a.reserved) return 0;
   u64 before = 0;
   if (lane == 0) before = atomicAdd(a.taken, (u64)words);
   before = __shfl_sync(~0u, before, 0);
-  return before + words <= a.reserved ? AWAY | (u32)before : base;
+  if (before + words > a.reserved) return 0;
+  at = AWAY | (u32)before;
+  return a.reserve + before;
 }
 
 // The chunk of a warp, found anew each time: no register has to be kept for it.
@@ -397,17 +398,18 @@ __global__ void __launch_bounds__(256, Lies<T>::folded ? 3 : 4) rans_encode(cons
   const u32 as_raw = raw_words<T>(chunk.valid);
   staged.raw |= staged.coded > CODES || staged.lost > EXACTS || words >= as_raw;
   if (staged.raw) words = as_raw;
-  u32 base = place_for(a, words, lane);
-  if (REPLAYED && !has_place(a, base, words)) base = place_away(a, base, words, lane);
+  u32 at = place_for(a, words, lane);
+  u32* out = (u64)at + words <= a.capacity ? a.words + at : 0;
+  if (REPLAYED && !out) out = place_away(a, at, words, lane);
   if (lane == 0) {
     int* head = a.heads + 3 * (u64)chunk.number;
-    head[0] = (int)base;
+    head[0] = (int)at;
     head[1] = staged.raw ? -1 : (int)(staged.spilled + staged.length);
     head[2] = staged.raw ? 0 : (int)(staged.coded | staged.lost << 16);
   }
-  if (!has_place(a, base, words)) return;
+  if (!out) return;
   if (staged.raw)
-    write_restored<T, ENTRY, ZERO, DITHER>(a, chunk.start, base, words, lane);
+    write_restored<T, ENTRY, ZERO, DITHER>(a, chunk.start, out, words, lane);
   else
-    write_staged<T>(a, staged, base, lane);
+    write_staged<T>(a, staged, out, lane);
 }
