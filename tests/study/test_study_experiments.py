@@ -48,7 +48,7 @@ def test_resnet18_has_the_rivals_and_the_curve_of_the_noise():
     assert all(variant.seeds >= 3 for variant in variants)
     budgets = [variant.options for variant in variants if variant.name == "budget"]
     now = [options for options in budgets if options["flow"]]
-    assert sorted(options["noise"] for options in now if options["pairs"] is None) == [0.001, 0.01, 0.03, 0.1]
+    assert sorted(options["noise"] for options in now if options["pairs"] is None) == [0.001, 0.01, 0.02, 0.03, 0.1]
     assert sorted(options["noise"] for options in budgets if options["pairs"] is False) == [0.01, 0.03, 0.1]
     assert {variant.name for variant in variants} == {"plain", "budget", "comet", "acgc", "division", "actnn"}
 
