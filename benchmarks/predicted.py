@@ -20,6 +20,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+import prediction
 import torch
 from prediction import CASE, FORCED, LARGE, LAYOUTS, ROUNDINGS, RUN, Codes, Read, code, describe, prepare, take
 from torch import Tensor
@@ -41,17 +42,7 @@ COLUMNS = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("model", nargs="?", default="resnet18", help="a model of the zoo (default: %(default)s)")
-    add("--data", default="digits", help="digits, cifar10:PATH, or another set (default: %(default)s)")
-    add("--batch", type=int, default=64, help="samples in a batch (default: %(default)s)")
-    add("--steps", default="300", help="after which values are taken, as 300,900 (default: %(default)s)")
-    add("--samples", type=int, default=8, help="that estimates are made of (default: %(default)s)")
-    add("--bounds", default="1.0,0.4,0.2", help="in standard deviations (default: %(default)s)")
-    add("--roundings", default="dither", help=f"of {' and '.join(ROUNDINGS)} (default: %(default)s)")
-    add("--layouts", default="contiguous", help=f"of maps in memory: {' and '.join(LAYOUTS)} (default: %(default)s)")
-    arguments.add_model(parser)
-    arguments.add_shared(parser, out="benchmarks/results/predicted.csv")
+    prediction.configure(parser, samples=8, bounds="1.0,0.4,0.2", out="benchmarks/results/predicted.csv")
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -76,18 +76,25 @@ FORCED = {
 }
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure(
+    parser: argparse.ArgumentParser,
+    *,
+    samples: int = 16,
+    bounds: str = "1.0,0.4,0.2,0.1,0.05,0.02",
+    out: str = "benchmarks/results/prediction.csv",
+) -> None:
+    """With the defaults of this script, or of another one that takes the same tensors."""
     add = parser.add_argument
     add("model", nargs="?", default="resnet18", help="a model of the zoo (default: %(default)s)")
     add("--data", default="digits", help="digits, cifar10:PATH, or another set (default: %(default)s)")
     add("--batch", type=int, default=64, help="samples in a batch (default: %(default)s)")
     add("--steps", default="300", help="after which values are taken, as 300,900 (default: %(default)s)")
-    add("--samples", type=int, default=16, help="of the batch that are looked at (default: %(default)s)")
-    add("--bounds", default="1.0,0.4,0.2,0.1,0.05,0.02", help="in standard deviations (default: %(default)s)")
+    add("--samples", type=int, default=samples, help="of the batch that are looked at (default: %(default)s)")
+    add("--bounds", default=bounds, help="in standard deviations (default: %(default)s)")
     add("--roundings", default="dither", help=f"of {' and '.join(ROUNDINGS)} (default: %(default)s)")
     add("--layouts", default="contiguous", help=f"of maps in memory: {' and '.join(LAYOUTS)} (default: %(default)s)")
     arguments.add_model(parser)
-    arguments.add_shared(parser, out="benchmarks/results/prediction.csv")
+    arguments.add_shared(parser, out=out)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import sys
 import warnings
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +15,8 @@ from torch import Tensor, nn
 from lowtide import methods
 from lowtide.capture.gradients import Collector
 from lowtide.capture.hooks import Capture
-from lowtide.capture.scopes import Scope, Scopes
+from lowtide.capture.modules import EnterHook, LeaveHook, hook, refuse_unsuitable, unhook
+from lowtide.capture.scopes import Scope
 from lowtide.errors import AttachError, GraphError, LowtideWarning, StateError, UnknownNameError
 from lowtide.garbage import Tidiness
 from lowtide.graphs.machine import Cuda
@@ -106,9 +105,9 @@ class Session:
         self._graphs: weakref.WeakSet[GraphStep] = weakref.WeakSet()
         self._calls: Calls | None = None  # of a compiled model
         if model is not None:
-            _refuse_unsuitable(model)
+            refuse_unsuitable(model)
             for path, module in model.named_modules():
-                _hook(module, _EnterHook(self._scopes, path), _LeaveHook(self._scopes))
+                hook(module, EnterHook(self._scopes, path), LeaveHook(self._scopes))
                 self._modules.append(module)
         if optimizer is not None:
             self._step_handle = optimizer.register_step_post_hook(_StepHook(self))
@@ -123,7 +122,7 @@ class Session:
     def detach(self) -> None:
         """Take all hooks off. Graphs that are already built keep their payloads until their backward."""
         for module in self._modules:
-            _unhook(module)
+            unhook(module)
         if self._calls is not None and self._modules:
             self._modules[0]._compiled_call_impl = None
         self._modules.clear()
@@ -257,14 +256,14 @@ class Session:
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
         """Our hooks off for a while, of modules and of autograd."""
-        hooks = [(module, _unhook(module)) for module in self._modules]
+        hooks = [(module, unhook(module)) for module in self._modules]
         try:
             with self._scopes.aside():
                 yield
         finally:
             for module, taken in hooks:
                 if taken is not None:
-                    _hook(module, *taken)
+                    hook(module, *taken)
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs to continue as if it had never stopped."""
@@ -413,89 +412,6 @@ def _find_regions(
     if boundary is not None and not recompute:
         raise AttachError("boundary says how the inputs of recomputed modules are held; say recompute=... too")
     return recompute or False
-
-
-def _refuse_unsuitable(model: nn.Module) -> None:
-    for path, module in model.named_modules():
-        name, kind = path or ROOT, type(module)
-        if isinstance(module._forward_pre_hooks.get(_KEY), _EnterHook):
-            raise AttachError(f"module {name} is attached already; call detach() on that session first")
-        if kind.__name__ == "OptimizedModule" and kind.__module__.startswith("torch._dynamo"):
-            raise AttachError(
-                f"module {name} was made by torch.compile, which hands over all saved tensors at once, with no op to "
-                "tell them apart: nothing would be gained. Attach to the original module and call compile() of the "
-                "session"
-            )
-        if getattr(module, "_compiled_call_impl", None) is not None:
-            raise AttachError(
-                f"module {name} was compiled in place by .compile(), which hides its ops; attach to a model that is "
-                "not compiled, then call compile() of the session"
-            )
-        if isinstance(module, torch.jit.ScriptModule):
-            raise AttachError(f"module {name}: TorchScript modules do not run Python hooks; attach to the original one")
-        if isinstance(module, nn.DataParallel):
-            raise AttachError(
-                f"module {name}: DataParallel runs its replicas in threads of their own, where hooks do not reach; use "
-                "DistributedDataParallel, and attach to it or to the module inside"
-            )
-
-
-_KEY: Any = "lowtide"
-
-
-def _hook(module: nn.Module, enter: _EnterHook, leave: _LeaveHook) -> None:
-    """Register our hooks under a key of their own, which no numbered hook can share, in the module or in its copies."""
-    module._forward_pre_hooks[_KEY] = enter
-    cast("OrderedDict[Any, Any]", module._forward_pre_hooks).move_to_end(_KEY, last=False)
-    module._forward_pre_hooks_with_kwargs[_KEY] = True
-    module._forward_hooks[_KEY] = leave
-    module._forward_hooks_always_called[_KEY] = True
-
-
-def _unhook(module: nn.Module) -> tuple[Any, Any] | None:
-    """Take our hooks off; those that were there."""
-    enter, leave = module._forward_pre_hooks.pop(_KEY, None), module._forward_hooks.pop(_KEY, None)
-    module._forward_pre_hooks_with_kwargs.pop(_KEY, None)
-    module._forward_hooks_always_called.pop(_KEY, None)
-    return None if enter is None or leave is None else (enter, leave)
-
-
-class _Hook:
-    """A module hook that does not follow its module into copies: there it takes itself off when first called."""
-
-    def __reduce__(self) -> tuple[type[_InertHook], tuple[()]]:
-        return _InertHook, ()
-
-
-class _EnterHook(_Hook):
-    def __init__(self, scopes: Scopes, path: str) -> None:
-        self._scopes, self._path = scopes, path
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling():
-            raise AttachError(
-                "torch.compile met a model that Lowtide is attached to; its hooks cannot be compiled. Let the session "
-                "that attach() gave do it: call its compile(), or detach() it first"
-            )
-        self._scopes.enter(module, self._path, (args, kwargs), sys._getframe(1))
-
-
-class _LeaveHook(_Hook):
-    def __init__(self, scopes: Scopes) -> None:
-        self._scopes = scopes
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._scopes.exit(module, output)
-
-
-class _InertHook:
-    """What a copied or unpickled module carries in place of our hooks."""
-
-    def __call__(self, module: nn.Module, *args: Any) -> None:
-        for part in module.modules():
-            if isinstance(part._forward_pre_hooks.get(_KEY), _InertHook):
-                _unhook(part)
 
 
 class _StepHook:
