@@ -48,7 +48,7 @@ class Gate(Tensor):
         if func is _DETACH:
             gate = args[0]
             return cls(TensorSpec.of(gate), gate.let_through, gate.make)
-        if func is _THRESHOLD and type(args[1]) is cls and _fits(args[0], args[1]) and args[2] == 0:
+        if func is _THRESHOLD and type(args[1]) is cls and fits(args[0], args[1]) and args[2] == 0:
             if not torch._C._is_any_autocast_enabled():  # which it is not, as a rule, in backward
                 return args[1].let_through(args[0])
             with Plainly(args[0].device.type):
@@ -57,7 +57,7 @@ class Gate(Tensor):
         return func(*args, **kwargs)
 
 
-def _fits(gradient: Tensor, gate: Tensor) -> bool:
+def fits(gradient: Tensor, gate: Tensor) -> bool:
     """Whether the gradient lies in memory as the tensor did that the payload was made of."""
     return (
         type(gradient) in _PLAIN

@@ -224,6 +224,17 @@ class Holder(bytearray):
             return tensor.clone()  # the compiler takes it for its own and may write to it
         return tensor.make() if isinstance(tensor, gates.Gate) else tensor
 
+    def gate(self, index: int, gradient: Tensor) -> Tensor:
+        """ReLU's backward, of its result: the gradient where that was positive, laid out as the gradient is."""
+        result = self._handles[index].restore()
+        if isinstance(result, gates.Gate):
+            if gates.fits(gradient, result):
+                return result.let_through(gradient)
+            result = result.make()
+        passed = torch.empty_like(gradient)
+        torch.ops.aten.threshold_backward.grad_input(gradient, result, 0, grad_input=passed)
+        return passed
+
 
 def group_of(key: str) -> Group:
     group = _groups.get(key)

@@ -1,9 +1,10 @@
-"""The three ops of compiled graphs.
+"""The four ops of compiled graphs.
 
 ``saved`` marks, while a graph is traced, a tensor that backward reads, with what it could be made of again; none is
 left in what is compiled. ``hold`` encodes tensors that belong together and gives a token: one byte in host memory that
 owns what is held, and lets it go when the last reference to the token goes, backward or not. ``restore`` decodes one
-of them, in the geometry that was traced.
+of them, in the geometry that was traced. ``gate`` is ReLU's backward: a gradient passes through what is held, and
+nobody has to write a mask.
 """
 
 from __future__ import annotations
@@ -27,9 +28,12 @@ _library.define(
     tags=_TAGS,
 )
 
+_library.define("gate(Tensor gradient, Tensor token, int index) -> Tensor", tags=_TAGS)
+
 SAVED = torch.ops.lowtide.saved.default
 HOLD = torch.ops.lowtide.hold.default
 RESTORE = torch.ops.lowtide.restore.default
+GATE = torch.ops.lowtide.gate.default
 
 
 def strides(size: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
@@ -78,10 +82,19 @@ def _restore_fake(
     return torch.empty_strided(size, strides(size, order), dtype=dtype, device=device)
 
 
+def _gate(gradient: Tensor, token: Tensor, index: int) -> Tensor:
+    return holder_of(token).gate(index, gradient)
+
+
+def _gate_fake(gradient: Tensor, token: Tensor, index: int) -> Tensor:
+    return torch.empty_like(gradient)
+
+
 for _name, _run, _fake in (
     ("saved", _saved, _saved_fake),
     ("hold", _hold, _hold_fake),
     ("restore", _restore, _restore_fake),
+    ("gate", _gate, _gate_fake),
 ):
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"lowtide::{_name}", _fake, lib=_library)

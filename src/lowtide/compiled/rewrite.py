@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lowtide.compiled.holding import Desk, Exact, Group, Origin, Save
-from lowtide.compiled.ops import HOLD, RESTORE
+from lowtide.compiled.ops import GATE, HOLD, RESTORE
 from lowtide.compiled.tracing import Made, Tracer, is_marked
 from lowtide.records import ROOT, TensorSpec
 
@@ -37,6 +37,7 @@ class Given(enum.Enum):
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
 _aten = torch.ops.aten
+_THRESHOLD = _aten.threshold_backward.default
 _SAME = frozenset((_aten.detach.default, _aten.alias.default))
 _VIEWS = _SAME | {
     _aten.view.default, _aten._unsafe_view.default, _aten.reshape.default, _aten.t.default, _aten.transpose.int,
@@ -204,7 +205,8 @@ def _put_in(
             mark.replace_all_uses_with(cast(fx.Node, mark.args[0]))
             graph.erase_node(mark)
         return None
-    group = Group(desk, [saves[_number(mark)] for mark in marks], origins)
+    held = [saves[_number(mark)] for mark in marks]
+    group = Group(desk, held, origins)
     with graph.inserting_after(last):
         token = graph.call_function(HOLD, ([*tensors, *beside], group.key))
     value = marks[0].meta["val"]
@@ -220,7 +222,46 @@ def _put_in(
         restored.meta |= {**mark.meta, "partitioner_tag": "must_be_in_backward"}
         mark.replace_all_uses_with(restored)
         graph.erase_node(mark)
+        if held[index].need.is_nonzero:
+            _let_through(graph, restored)
     return group
+
+
+def _let_through(graph: fx.Graph, result: fx.Node) -> None:
+    """Have gradients pass through what is held of ReLU's result, instead of a mask that is made of it [7]."""
+    token, index = result.args[:2]
+    for user in _readers(result):
+        if user.target is not _THRESHOLD or user.args[2] != 0 or _behind(user.args[0], _SAME) is result:
+            continue
+        gradient = cast(fx.Node, user.args[0])
+        value, expected = user.meta["val"], torch.empty_like(gradient.meta["val"])
+        if value.dtype != expected.dtype or value.stride() != expected.stride():
+            continue
+        with graph.inserting_before(user):
+            gate = graph.call_function(GATE, (gradient, token, index))
+        gate.meta |= {**user.meta, "partitioner_tag": "must_be_in_backward"}
+        user.replace_all_uses_with(gate)
+        mask = user.args[1]
+        graph.erase_node(user)
+        _erase_unused(graph, mask)
+
+
+def _erase_unused(graph: fx.Graph, node: Any) -> None:
+    """The node, if nobody reads it, and what it only names anew."""
+    while not node.users:
+        before = node.args[0] if node.target in _SAME else None
+        graph.erase_node(node)
+        if before is None:
+            return
+        node = before
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """Ops that read the tensor, under whatever name."""
+    found: list[fx.Node] = []
+    for user in node.users:
+        found += _readers(user) if user.target in _SAME else [user]
+    return found
 
 
 def _number(mark: fx.Node) -> int:
@@ -305,9 +346,16 @@ def _undo_late_holds(backward: fx.GraphModule) -> set[str]:
     graph, dropped = backward.graph, set()
     for node in [node for node in graph.nodes if node.op == "call_function" and node.target is HOLD]:
         tensors, key = node.args
-        for restored in list(node.users):
-            restored.replace_all_uses_with(tensors[restored.args[1]])
-            graph.erase_node(restored)
+        for user in list(node.users):
+            if user.target is GATE:
+                gradient, _, index = user.args
+                with graph.inserting_before(user):
+                    tensor = graph.call_function(_THRESHOLD, (gradient, tensors[index], 0))
+                tensor.meta |= user.meta
+            else:
+                tensor = tensors[user.args[1]]
+            user.replace_all_uses_with(tensor)
+            graph.erase_node(user)
         graph.erase_node(node)
         dropped.add(key)
     if dropped:
