@@ -90,11 +90,8 @@ class Replay(Workspaces):
         self._cell = cell
         self.aside = aside
         self._reserve: Reserve | None = None
-        self.reserve = (
-            0,
-            0,
-            0,
-        )  # addresses of the words and of the counter of those that are taken; how many there are
+        # Addresses of the words and of the counter of those that are taken, and how many there are.
+        self.reserve = (0, 0, 0)
 
     def begin(self, words: int) -> None:
         """At the beginning of a replay, and of the capture: nothing of the reserve is taken."""
