@@ -14,21 +14,16 @@ bound is appended to a CSV file; the table at the end has totals over all values
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 import sys
-from dataclasses import replace
 from typing import Any
 
 import prediction
 import torch
-from prediction import CASE, FORCED, LARGE, LAYOUTS, ROUNDINGS, RUN, Codes, Read, code, describe, prepare, take
+from prediction import CASE, FORCED, LARGE, RUN, Codes, Read, code
 from torch import Tensor
 
-from lowtide.app.shared import arguments, specs
-from lowtide.app.shared.rows import ResultFile, now
 from lowtide.app.shared.script import run_script
-from lowtide.app.train.trainer import settings
 from lowtide.bounds import BoundRule
 from lowtide.codecs.sz import Sz
 from lowtide.coding import layout
@@ -46,38 +41,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row for each step, tensor, layout, rounding and bound."""
-    arguments.require_positive(options, "batch", "samples")
-    device = arguments.find_device(options)
-    steps = [specs.parse_value(text) for text in specs.split(options.steps)]
-    if not steps or not all(isinstance(step, int) and step > 0 for step in steps):
-        raise specs.UsageError(f"--steps are numbers of 1 or more, as 300,900; got {options.steps!r}")
-    rules = [BoundRule.parse(f"{text} std") for text in specs.split(options.bounds)]
-    roundings = specs.choose("rounding", options.roundings, ROUNDINGS)
-    layouts = specs.choose("layout", options.layouts, LAYOUTS)
-    out = ResultFile(arguments.find_out(options), COLUMNS).begin()
-    trainer = prepare(options, device, max(steps) + 1)
-    shared, rows = describe(options, trainer, device), list[dict[str, Any]]()
-    for number in range(max(steps) + 1):
-        with settings(trainer.config, device):
-            loss, reads = take(trainer, number) if number in steps else (trainer.step(number), [])
-        if not number % 50:
-            arguments.say(f"step {number}: loss {float(loss):.4f}")
-        for read, name in itertools.product(reads, layouts):
-            x = read.x.contiguous(memory_format=LAYOUTS[name]) if read.x.dim() == 4 else read.x
-            for rounding, rule in itertools.product(roundings, rules):
-                found = measure(replace(read, x=x), rule, rounding, options.samples)
-                rows.append({**shared, "date": now(), "step": number, "loss": float(loss), "layout": name, **found})
-                out.append(rows[-1])
-    trainer.close()
-    return rows
+    return prediction.run(options, columns=COLUMNS, look=measure)
 
 
 def measure(read: Read, rule: BoundRule, rounding: str, samples: int) -> dict[str, Any]:
-    """Columns of a row."""
+    """What is asked of one tensor under one bound."""
     x, bound = read.x, rule.resolve(read.x, read.need)
     kept, grid, zero_code = [], None, Sz().plan(read.x, bound).zero_code
-    found: dict[str, Any] = {"rounding": rounding, "bound": rule.value, "predicted": 0}
+    found: dict[str, Any] = {}
     for name, predict in (("payload", "off"), ("payload_row", "row")):
         codec = Sz(coder="rans", rounding=rounding, predict=predict)
         grid = codec.grid(x, bound) if grid is None else grid
@@ -92,8 +63,7 @@ def measure(read: Read, rule: BoundRule, rounding: str, samples: int) -> dict[st
     for name, stream in (("coded_plain", codes), ("coded_row", codes.predicted("row"))):
         parts = [(stream.q, stream.zero)]
         found[name] = min(code(parts, size, x.numel(), strict=True) for size in FORCED)
-    about = {"site": read.site, "family": read.need.family, "shape": "x".join(map(str, x.shape))}
-    return {**about, "zeros": float((x == 0).double().mean()), **found}
+    return found
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:

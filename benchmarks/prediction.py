@@ -29,7 +29,7 @@ import argparse
 import itertools
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -74,6 +74,9 @@ FORCED = {
     digits: rans.Model(rans.Alphabet(digits, 2, 0, zero=False, fill=0, rows=rows), torch.empty(0), math.inf)
     for digits, rows in rans_fit.ROWS.items()
 }
+
+
+Look = Callable[["Read", BoundRule, str, int], dict[str, Any]]  # at a tensor: bound, rounding, samples; columns
 
 
 def configure(
@@ -329,8 +332,10 @@ def prepare(options: argparse.Namespace, device: torch.device, steps: int) -> Tr
     return Trainer(config.replace(train={"epochs": epochs}), found, model, device)
 
 
-def run(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row for each step, tensor, layout, rounding and bound."""
+def run(
+    options: argparse.Namespace, *, columns: tuple[str, ...] = COLUMNS, look: Look | None = None
+) -> list[dict[str, Any]]:
+    """One row for each step, tensor, layout, rounding and bound; ``look`` is what another script does with each."""
     arguments.require_positive(options, "batch", "samples")
     device = arguments.find_device(options)
     steps = [specs.parse_value(text) for text in specs.split(options.steps)]
@@ -339,7 +344,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     rules = [BoundRule.parse(f"{text} std") for text in specs.split(options.bounds)]
     roundings = specs.choose("rounding", options.roundings, ROUNDINGS)
     layouts = specs.choose("layout", options.layouts, LAYOUTS)
-    out = ResultFile(arguments.find_out(options), COLUMNS).begin()
+    out = ResultFile(arguments.find_out(options), columns).begin()
     trainer = prepare(options, device, max(steps) + 1)
     shared = describe(options, trainer, device)
     rows = []
@@ -350,21 +355,25 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
             arguments.say(f"step {number}: loss {float(loss):.4f}")
         for read in reads:
             arguments.say(f"{read.site} {tuple(read.x.shape)}")
-            for found in look_at(read, layouts, roundings, rules, options.samples):
+            for found in look_at(read, layouts, roundings, rules, options.samples, look or estimate):
                 rows.append({**shared, "date": now(), "step": number, "loss": float(loss), **found})
                 out.append(rows[-1])
     trainer.close()
     return rows
 
 
+def estimate(read: Read, rule: BoundRule, rounding: str, samples: int) -> dict[str, Any]:
+    return measure(Codes.of(read, rule, rounding, samples), read.x.numel())
+
+
 def look_at(
-    read: Read, layouts: list[str], roundings: list[str], rules: list[BoundRule], samples: int
+    read: Read, layouts: list[str], roundings: list[str], rules: list[BoundRule], samples: int, look: Look = estimate
 ) -> Iterator[dict[str, Any]]:
     zeros = float((read.x == 0).double().mean())
     about = {"site": read.site, "family": read.need.family, "shape": "x".join(map(str, read.x.shape)), "zeros": zeros}
     for name, rounding, rule in itertools.product(layouts, roundings, rules):
         x = read.x.contiguous(memory_format=LAYOUTS[name]) if read.x.dim() == 4 else read.x
-        found = measure(Codes.of(replace(read, x=x), rule, rounding, samples), x.numel())
+        found = look(replace(read, x=x), rule, rounding, samples)
         yield {**about, "layout": name, "rounding": rounding, "bound": rule.value, **found}
 
 

@@ -126,14 +126,7 @@ class InCommon:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", nargs="?", default="resnet18", help="a model of the zoo (default: %(default)s)")
-    add("--data", default="digits", help="digits, cifar10:PATH, text:PATH, ... (default: %(default)s)")
-    add(
-        "--data-set", action="append", default=[], metavar="KEY=VALUE",
-        help="an option of the data set, as size=32 (may be repeated)",
-    )  # fmt: skip
-    add("--batch", type=int, default=64, help="samples in a batch (default: %(default)s)")
-    add("--steps", type=int, default=200, help="to train (default: %(default)s)")
+    arguments.add_data(parser, model="resnet18", batch=64, steps=200, example="size=32")
     add("--method", default="fixed", help="what holds the tensors (default: %(default)s)")
     add("--precision", default="bf16", help="fp32, tf32 or bf16 (default: %(default)s)")
     add("--slack", type=float, default=1 / 16, help="as of Session.graph (default: %(default)s)")

@@ -60,14 +60,7 @@ SITE_COLUMNS = (*RUN, "step", "site", "module", "need", "codec", "bound", "raw",
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", nargs="?", default="resnet18", help="a model of the zoo (default: %(default)s)")
-    add("--data", default="digits", help="digits, cifar10:PATH, text:PATH, ... (default: %(default)s)")
-    add(
-        "--data-set", action="append", default=[], metavar="KEY=VALUE",
-        help="an option of the data set, as length=128 (may be repeated)",
-    )  # fmt: skip
-    add("--batch", type=int, default=512, help="samples in a batch (default: %(default)s)")
-    add("--steps", type=int, default=2000, help="to train (default: %(default)s)")
+    arguments.add_data(parser, model="resnet18", batch=512, steps=2000, example="length=128")
     add("--every", type=int, default=200, help="steps between two measurements (default: %(default)s)")
     add("--lr", type=float, help="the largest learning rate (default: what lowtide train chooses)")
     add("--noise", type=float, default=0.01, help="the budget (default: %(default)s)")

@@ -44,13 +44,14 @@ def test_smooth_maps_take_less_as_was_expected(bench):
     coarse = torch.randn(8, 4, 6, 6, generator=torch.Generator().manual_seed(0))
     x = nn.functional.interpolate(coarse, size=64, mode="bicubic")
     read = bench.Read("here", x, *sys.modules["prediction"].find_need(nn.BatchNorm2d(4)))
-    found = bench.measure(read, BoundRule.parse("0.2 std"), "dither", 8)
+    rules = [BoundRule.parse("0.2 std")]
+    (found,) = sys.modules["prediction"].look_at(read, ["contiguous"], ["dither"], rules, 8, bench.measure)
     assert found["predicted"] == 1 and found["payload_row"] < 0.75 * found["payload"]
     assert found["payload"] == pytest.approx(found["coded_plain"], rel=0.03)
     assert found["coded_row"] < found["payload_row"] < 1.15 * found["coded_row"], (
         "an alphabet spans all codes, not differences"
     )
-    (line,) = {line for line in bench.show([{**found, "step": 1, "layout": "contiguous"}])[2:] if "norm" in line}
+    (line,) = {line for line in bench.show([{**found, "step": 1}])[2:] if "norm" in line}
     assert line.endswith("1 of 1") and f"{found['payload_row']:.3f}" in line
 
 

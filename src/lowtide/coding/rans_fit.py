@@ -198,9 +198,7 @@ def _differences(digits: Tensor, alphabet: Alphabet) -> Tensor:
 def _symbols(digits: Tensor, alphabet: Alphabet) -> Tensor:
     """The symbols of digits (uint8), several values each, in any order."""
     size = alphabet.size
-    if (
-        alphabet.values == 3
-    ):  # the others lie side by side in a row; these follow a lane, which has 4 values of each row
+    if alphabet.values == 3:  # others lie side by side in a row; these follow a lane, which has 4 values of each row
         lanes = digits.view(torch.int32).view(-1, SAMPLE_ROWS, LANES).transpose(1, 2).reshape(-1)
         digits = lanes.view(torch.uint8)
         return digits[::3].add(digits[1::3], alpha=size).add_(digits[2::3], alpha=size * size)

@@ -38,6 +38,19 @@ def add_model(parser: argparse._ActionsContainer) -> None:
     )
 
 
+def add_data(parser: argparse.ArgumentParser, *, model: str, batch: int, steps: int, example: str) -> None:
+    """What trains on what, and for how long."""
+    add = parser.add_argument
+    add("model", nargs="?", default=model, help="a model of the zoo (default: %(default)s)")
+    add("--data", default="digits", help="digits, cifar10:PATH, text:PATH, ... (default: %(default)s)")
+    add(
+        "--data-set", action="append", default=[], metavar="KEY=VALUE",
+        help=f"an option of the data set, as {example} (may be repeated)",
+    )  # fmt: skip
+    add("--batch", type=int, default=batch, help="samples in a batch (default: %(default)s)")
+    add("--steps", type=int, default=steps, help="to train (default: %(default)s)")
+
+
 def find_device(options: argparse.Namespace) -> torch.device:
     """The device that was asked for, made the current one."""
     text = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
