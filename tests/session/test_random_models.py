@@ -53,8 +53,8 @@ def noise(some: list[Tensor], others: list[Tensor]) -> float:
     "seed", [pytest.param(seed, marks=() if seed < FEW else pytest.mark.slow) for seed in range(MANY)]
 )
 def test_gradients(seed: int) -> None:
-    """Noise of single steps is up to some ten times what is asked for in nets of so few values; a tensor that came back
-    as another one, or a formula that is wrong, gives a hundred times as much and more."""
+    """Noise of three steps was 0.4 times what is asked for in the median of 48 models, 1.8 times at most in fp32, 2.9
+    in bf16."""
     trial = Trial(seed)
     plain = trial.gradients(copy.deepcopy(trial.model))
     model = copy.deepcopy(trial.model)
@@ -70,4 +70,4 @@ def test_gradients(seed: int) -> None:
                 session.step()
             assert session.ledger.held == 0
         settled = sum(found[6:]) / 3
-        assert 0 < settled < (200 if trial.bf16 else 30) * NOISE, f"{options}, {trial.model.describe()}: {found}"
+        assert 0 < settled < 4 * NOISE, f"{options}, {trial.model.describe()}: {found}"
