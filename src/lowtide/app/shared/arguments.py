@@ -38,8 +38,16 @@ def add_model(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def add_data(parser: argparse.ArgumentParser, *, model: str, batch: int, steps: int, example: str) -> None:
-    """What trains on what, and for how long."""
+def add_data(
+    parser: argparse.ArgumentParser,
+    *,
+    model: str,
+    batch: int,
+    steps: int | None = None,
+    epochs: int | None = None,
+    example: str,
+) -> None:
+    """What trains on what, and for how long: so many steps, or epochs."""
     add = parser.add_argument
     add("model", nargs="?", default=model, help="a model of the zoo (default: %(default)s)")
     add("--data", default="digits", help="digits, cifar10:PATH, text:PATH, ... (default: %(default)s)")
@@ -48,7 +56,9 @@ def add_data(parser: argparse.ArgumentParser, *, model: str, batch: int, steps: 
         help=f"an option of the data set, as {example} (may be repeated)",
     )  # fmt: skip
     add("--batch", type=int, default=batch, help="samples in a batch (default: %(default)s)")
-    add("--steps", type=int, default=steps, help="to train (default: %(default)s)")
+    for unit, count in (("steps", steps), ("epochs", epochs)):
+        if count is not None:
+            add(f"--{unit}", type=int, default=count, help="to train (default: %(default)s)")
 
 
 def find_device(options: argparse.Namespace) -> torch.device:
