@@ -55,8 +55,22 @@ def test_runs_are_paired_and_not_repeated(script: Any, monkeypatch: pytest.Monke
     monkeypatch.setattr(script, "train", lambda *_: pytest.fail("a run was repeated"))
     again = rows_of(script, monkeypatch, "--seeds", "1", "--doses", "1", "--out", str(out))
     assert [row["loss"] for row in again] == pytest.approx([row["loss"] for row in first], rel=1e-5)
-    with pytest.raises(pytest.fail.Exception, match="repeated"):  # other settings are other runs
-        rows_of(script, monkeypatch, "--seeds", "1", "--doses", "1", "--scales", "1", "--out", str(out))
+    flags = ("--seeds", "1", "--doses", "1", "--out", str(out))
+    for other in (["--lr", "0.5"], ["--scales", "1"]):  # other settings are other runs
+        with pytest.raises(pytest.fail.Exception, match="repeated"):
+            rows_of(script, monkeypatch, *flags, *other)
+
+
+def test_plain_runs_serve_noise_of_any_kind(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    flags = ("--seeds", "1", "--doses", "1", "--out", str(tmp_path / "rows.csv"))
+    first = rows_of(script, monkeypatch, *flags)
+    train = script.train
+    trained = []
+    monkeypatch.setattr(script, "train", lambda *given: trained.append(given[2]) or train(*given))
+    second = rows_of(script, monkeypatch, *flags, "--scales", "1")
+    assert trained == [1.0]
+    assert [row["loss"] for row in second if row["dose"] == 0] == pytest.approx([first[0]["loss"]], rel=1e-5)
+    assert second[-1]["loss"] != first[-1]["loss"]
 
 
 def test_slopes_are_those_of_lines_through_the_origin(script: Any) -> None:
