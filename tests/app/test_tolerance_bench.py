@@ -66,7 +66,7 @@ def test_plain_runs_serve_noise_of_any_kind(script: Any, monkeypatch: pytest.Mon
     first = rows_of(script, monkeypatch, *flags)
     train = script.train
     trained = []
-    monkeypatch.setattr(script, "train", lambda *given: trained.append(given[2]) or train(*given))
+    monkeypatch.setattr(script, "train", lambda *given: trained.append(given[1].dose) or train(*given))
     second = rows_of(script, monkeypatch, *flags, "--scales", "1")
     assert trained == [1.0]
     assert [row["loss"] for row in second if row["dose"] == 0] == pytest.approx([first[0]["loss"]], rel=1e-5)
@@ -75,19 +75,39 @@ def test_plain_runs_serve_noise_of_any_kind(script: Any, monkeypatch: pytest.Mon
 
 def test_slopes_are_those_of_lines_through_the_origin(script: Any) -> None:
     rows = [
-        {"seed": seed, "dose": dose, "accuracy": 0.9 - (1 + seed) * dose / 100, "loss": 0.3, "share": 0.03}
+        {"seed": seed, "dose": dose, "epochs": 4, "accuracy": 0.9 - (1 + seed) * dose / 100, "loss": 0.3, "share": 0.03}
         for seed in (0, 1)
         for dose in (0.0, 0.5, 2.0)
     ]
-    points = script.differences(rows, "accuracy", 100.0)
-    assert script.slopes(points) == pytest.approx([-1.0, -2.0])
+    points, _ = script.differences(rows, "accuracy", 100.0)
+    assert list(script.slopes(points).values()) == pytest.approx([-1.0, -2.0])
     told = script.show(rows)
     assert "-1.500 (-7.853 to +4.853) for a dose of 1, so -0.0450" in told[-2]  # Student's t with one degree: 12.706
     assert "+0.000 (+0.000 to +0.000) for a dose of 1" in told[-1]
 
 
+def test_noise_is_compared_with_shorter_training(script: Any) -> None:
+    """A quarter less training costs 2 points and a dose of 1 costs 4: half of a training less."""
+    common = {"seed": 0, "loss": 0.3, "share": 0.03}
+    rows = [
+        {**common, "dose": 0.0, "epochs": 4, "accuracy": 0.9},
+        {**common, "dose": 1.0, "epochs": 4, "accuracy": 0.86},
+        {**common, "dose": 0.0, "epochs": 3, "accuracy": 0.88},
+    ]
+    told = script.show(rows)
+    assert "points: noise of 1 % costs as much as 0.50 % less training" in told
+    assert script.differences(rows, "accuracy", 100.0)[1] == pytest.approx({0: -8.0})
+    assert any("  3  " in line and "-2.00" in line for line in told)
+
+
 def test_a_seed_without_its_plain_run_says_nothing(script: Any) -> None:
-    assert script.differences([{"seed": 3, "dose": 1.0, "loss": 0.5}], "loss", 1.0) == {}
+    assert script.differences([{"seed": 3, "dose": 1.0, "epochs": 4, "loss": 0.5}], "loss", 1.0) == ({}, {})
+
+
+def test_a_run_cannot_be_shorter_than_nothing(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["tolerance.py", "--epochs", "2", "--shorter", "2", "--traceback"])
+    with pytest.raises(UsageError, match="--shorter is less than the 2 epochs of a run, got 2"):
+        script.run_script(script.__doc__, script.configure, script.run, script.show)
 
 
 @pytest.mark.parametrize("text", ["", "0", "0.1,x", "-1", "inf", "1,1"])
