@@ -8,11 +8,23 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import simt
 from guarded import Guarded
 
 from lowtide.kernels import _nvrtc
 
 Emulate = Callable[[ModuleType, Callable[..., Any]], Guarded]
+
+
+@pytest.fixture
+def names_races(request: pytest.FixtureRequest) -> bool:
+    """Whether emulated kernels are watched for races. Modules of tests that are about that say True."""
+    return bool(request.config.getoption("--races"))
+
+
+@pytest.fixture(autouse=True)
+def _races(names_races: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simt, "names_races", names_races)
 
 
 @pytest.fixture

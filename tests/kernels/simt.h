@@ -8,7 +8,8 @@
 // - a thread that returns while others wait for it is an error, and so are lanes that meet in different operations;
 // - shared memory holds 0xff bytes (NaN, -1) when a block starts, and what was written past its dynamic part is seen;
 // - bad addresses, misaligned vectors, indices past an array's end and shifts by too much end the launch (simt.py asks
-//   the compiler to trap them).
+//   the compiler to trap them);
+// - with SIMT_RACES, accesses to memory that nothing orders end it, too: races.cpp says which.
 // Not here: y and z of an index, __activemask, spinning without __nanosleep on what another thread of the block writes.
 
 #pragma once
@@ -32,13 +33,30 @@
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
-// One section for all of it, so that it can be filled when a block starts. simt.py rewrites `extern __shared__`.
-#define __shared__ static __attribute__((section("simt_shared")))
+// Not `__shared__`: simt.py rewrites declarations with it, to places in dynamic_shared and static_shared.
 
+// races.cpp has these. What is atomic must not be seen as an ordinary access first.
+#ifdef SIMT_RACES
+#define SIMT_UNSEEN __attribute__((no_sanitize_thread, noinline))
 extern "C" {
-extern unsigned char __start_simt_shared[] __attribute__((weak, visibility("hidden")));
-extern unsigned char __stop_simt_shared[] __attribute__((weak, visibility("hidden")));
+extern int simt_running;
+void simt_races_begin(unsigned, const void*, size_t, const void*, size_t, const void*, size_t);
+void simt_races_end();
+void simt_races_block(unsigned);
+void simt_races_barrier();
+void simt_races_warp(unsigned, unsigned);
+void simt_races_atomic(const void*, size_t, const void* from);
 }
+#else
+#define SIMT_UNSEEN
+inline int simt_running;
+inline void simt_races_begin(unsigned, const void*, size_t, const void*, size_t, const void*, size_t) {}
+inline void simt_races_end() {}
+inline void simt_races_block(unsigned) {}
+inline void simt_races_barrier() {}
+inline void simt_races_warp(unsigned, unsigned) {}
+inline void simt_races_atomic(const void*, size_t, const void*) {}
+#endif
 
 struct uint3 { unsigned x, y, z; };
 using dim3 = uint3;
@@ -46,7 +64,7 @@ constexpr int warpSize = 32;
 
 namespace simt {
 
-constexpr unsigned MAX_THREADS = 1024, MAX_SHARED = 227 * 1024, GUARD = 1024;
+constexpr unsigned MAX_THREADS = 1024, MAX_SHARED = 227 * 1024, MAX_STATIC = 48 * 1024, GUARD = 1024;
 constexpr size_t STACK = 128 * 1024, PAGE = 4096;
 constexpr unsigned long SPINS = 1ul << 24;  // rounds of yielding without any other progress
 
@@ -77,13 +95,14 @@ inline Fibre fibres[MAX_THREADS];
 inline Warp warps[MAX_THREADS / 32];
 inline Fibre* current;
 inline uint3 block, blocks, threads;
-inline unsigned waiting_in_block;
+inline unsigned waiting_in_block, static_nbytes;
 inline unsigned long spins;
 inline jmp_buf scheduler;
 inline unsigned char* stacks;
 inline char message[512];
 inline void (*run_kernel)();
 alignas(1024) inline unsigned char dynamic_shared[MAX_SHARED + GUARD];
+alignas(1024) inline unsigned char static_shared[MAX_STATIC];
 
 __attribute__((noinline)) inline void suspend() {
     if (!_setjmp(current->state)) _longjmp(scheduler, 1);
@@ -119,6 +138,7 @@ inline void wait_for_block() {
         return suspend();
     }
     for (unsigned i = 0; i < threads.x; i++) fibres[i].status = READY;
+    simt_races_barrier();
     waiting_in_block = 0;
     spins = 0;
 }
@@ -130,8 +150,10 @@ inline void yield() {
 
 inline bool in_warp_with(const Fibre& fibre, unsigned mask) { return fibre.status == IN_WARP && fibre.mask == mask; }
 
-// Waits for the lanes of the mask. The last one to come works out the results of all.
-inline uint64_t meet(const char* operation, unsigned mask, uint64_t value, unsigned operand, Resolve resolve) {
+// Waits for the lanes of the mask. The last one to come works out the results of all. `orders`: what lanes have done to
+// memory before comes before what any of them does after.
+inline uint64_t meet(const char* operation, unsigned mask, uint64_t value, unsigned operand, Resolve resolve,
+                     bool orders = false) {
     Fibre* self = current;
     Warp* warp = self->warp;
     unsigned lane = self->thread.x % 32;
@@ -156,6 +178,7 @@ inline uint64_t meet(const char* operation, unsigned mask, uint64_t value, unsig
         other.result = resolve(warp->values, mask, other.thread.x % 32, other.operand);
         other.status = READY;
     }
+    if (orders) simt_races_warp(self->thread.x - lane, mask);
     spins = 0;
     return self->result;
 }
@@ -183,6 +206,23 @@ inline void caught(int signal, siginfo_t* info, void*) {
     fail("%s at address %p", signal == SIGFPE ? "integer division by zero" : "bad memory access", info->si_addr);
 }
 
+#ifdef SIMT_RACES
+extern "C" inline __attribute__((used)) void simt_race(const char* what) { fail("%s", what); }
+#endif
+
+// A declaration's place in static shared memory, found when a thread first comes by; the number tells declarations apart.
+template <class T, unsigned NUMBER, unsigned ALIGNMENT>
+T& shared_of() {
+    static const unsigned offset = [] {
+        constexpr unsigned alignment = ALIGNMENT > alignof(T) ? ALIGNMENT : alignof(T);
+        unsigned begin = (static_nbytes + alignment - 1) / alignment * alignment;
+        if (begin + sizeof(T) > MAX_STATIC) fail("more than %u bytes of static shared memory", MAX_STATIC);
+        static_nbytes = begin + sizeof(T);
+        return begin;
+    }();
+    return *reinterpret_cast<T*>(static_shared + offset);
+}
+
 // A stack for each thread, with a page below it that must not be touched.
 inline void map_stacks() {
     int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
@@ -196,8 +236,9 @@ inline void map_stacks() {
 inline void prepare(unsigned shared) {
     waiting_in_block = 0;
     spins = 0;
-    memset(__start_simt_shared, 0xff, __stop_simt_shared - __start_simt_shared);
+    memset(static_shared, 0xff, sizeof static_shared);
     memset(dynamic_shared, 0xff, shared + GUARD);
+    simt_races_block(block.x);
     for (unsigned i = 0; i < threads.x; i++) {
         Fibre& fibre = fibres[i];
         fibre.start.uc_stack.ss_sp = stacks + i * STACK + PAGE;
@@ -220,7 +261,9 @@ inline void run_block(unsigned shared) {
             current = &fibres[block.x % 2 ? threads.x - 1 - i : i];
             if (current->status != READY) continue;
             runs = true;
+            simt_running = current->thread.x;
             resume();
+            simt_running = -1;
         }
     }
     if (*message) return;
@@ -261,7 +304,9 @@ const char* launch(void (*kernel)(Arguments), unsigned grid, unsigned count, uns
     blocks = {grid, 1, 1};
     threads = {count, 1, 1};
     map_stacks();
+    simt_races_begin(count, stacks, threads.x * STACK, static_shared, MAX_STATIC, dynamic_shared, shared);
     for (block = {0, 0, 0}; block.x < grid && !*message; block.x++) run_block(shared);
+    simt_races_end();
     munmap(stacks, threads.x * STACK);
     for (int i = 0; i < 5; i++) sigaction(signals[i], &before[i], nullptr);
     sigaltstack(&stack_before, nullptr);
@@ -325,7 +370,8 @@ struct Same { using type = T; };
 
 inline void __syncthreads() { simt::wait_for_block(); }
 inline void __syncwarp(unsigned mask = ~0u) {
-    simt::meet("__syncwarp", mask, 0, 0, [](const uint64_t*, unsigned, unsigned, unsigned) { return uint64_t(0); });
+    simt::meet(
+        "__syncwarp", mask, 0, 0, [](const uint64_t*, unsigned, unsigned, unsigned) { return uint64_t(0); }, true);
 }
 inline void __nanosleep(unsigned) { simt::yield(); }
 inline void __threadfence() {}
@@ -408,12 +454,13 @@ SIMT_REDUCE(__reduce_xor_sync, unsigned, a ^ b)
 
 // Atomics return what was there before.
 
-#define SIMT_ATOMIC(NAME, EXPRESSION)                            \
-    template <class T>                                           \
-    T NAME(T* address, typename simt::Same<T>::type b) {         \
-        T a = *address;                                          \
-        *address = EXPRESSION;                                   \
-        return a;                                                \
+#define SIMT_ATOMIC(NAME, EXPRESSION)                                    \
+    template <class T>                                                   \
+    SIMT_UNSEEN T NAME(T* address, typename simt::Same<T>::type b) {     \
+        simt_races_atomic(address, sizeof(T), __builtin_return_address(0));  \
+        T a = *address;                                                  \
+        *address = EXPRESSION;                                           \
+        return a;                                                        \
     }
 SIMT_ATOMIC(atomicAdd, a + b)
 SIMT_ATOMIC(atomicSub, a - b)
@@ -426,7 +473,8 @@ SIMT_ATOMIC(atomicXor, a ^ b)
 #undef SIMT_ATOMIC
 
 template <class T>
-T atomicCAS(T* address, typename simt::Same<T>::type expected, typename simt::Same<T>::type value) {
+SIMT_UNSEEN T atomicCAS(T* address, typename simt::Same<T>::type expected, typename simt::Same<T>::type value) {
+    simt_races_atomic(address, sizeof(T), __builtin_return_address(0));
     T old = *address;
     if (old == expected) *address = value;
     return old;

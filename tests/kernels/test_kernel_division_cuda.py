@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,7 +49,6 @@ def _on_the_cpu(monkeypatch: pytest.MonkeyPatch, emulate: Callable[..., Any]) ->
     monkeypatch.setattr(Plain, "given", 0)
 
 
-@functools.cache
 def _emulated(kernel: str, device: int) -> Any:
     return Emulated(_division_cuda.PROGRAM).function(kernel)
 

@@ -15,6 +15,13 @@ from lowtide.kernels._nvrtc import Program
 
 pytestmark = requires_compiler
 
+
+@pytest.fixture
+def names_races() -> bool:
+    """A race would be named before the mistake that a test is about."""
+    return False
+
+
 # Each lane writes what it got; ``input`` holds what the lanes give.
 WARP = Program(
     "warp",

@@ -48,14 +48,14 @@ template <typename SOURCE> struct Reader {
   }
 };
 template <> struct Reader<Maps> {
-  const short* from;
   bool predicted;
   __device__ __forceinline__ Reader(const Args& a)
-      : from((const short*)a.source),
-        predicted(a.prediction == AUTO ? a.costs[1] < a.costs[0] : a.prediction == ALWAYS) {}
-  __device__ __forceinline__ int at(const Args& a, u32 i) const { return Maps::code(a, __ldg(from + i)); }
+      : predicted(a.prediction == AUTO ? a.costs[1] < a.costs[0] : a.prediction == ALWAYS) {}
+  static __device__ __forceinline__ int at(const Args& a, u32 i) {
+    return Maps::code(a, __ldg((const short*)a.source + i));
+  }
   // Integer i less its prediction, in column x of row y.
-  __device__ __forceinline__ int residual(const Args& a, u32 i, u32 x, u32 y) const {
+  static __device__ __forceinline__ int residual(const Args& a, u32 i, u32 x, u32 y) {
     int here = at(a, i);
     if (x) here -= at(a, i - 1);
     if (y) here -= at(a, i - a.width);
@@ -258,9 +258,9 @@ template <typename SOURCE> __global__ void __launch_bounds__(32 * WARPS) survey(
   u64 i = ((u64)blockIdx.x * (32 * WARPS) + threadIdx.x) * a.centre;
   u32 plain = 0, predicted = 0;
   if (i < a.count) {
-    Reader<SOURCE> reader(a);
+    using From = Reader<SOURCE>;  // none is made: it would read the costs, which are being added up
     u32 row = (u32)i / a.width, x = (u32)i - row * a.width;
-    int code = reader.at(a, (u32)i), residual = reader.residual(a, (u32)i, x, row % a.height);
+    int code = From::at(a, (u32)i), residual = From::residual(a, (u32)i, x, row % a.height);
     plain = 32 - __clz(code < 0 ? -code : code);
     predicted = 32 - __clz(residual < 0 ? -residual : residual);
   }

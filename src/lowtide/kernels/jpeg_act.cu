@@ -37,7 +37,7 @@ __device__ __forceinline__ float peak_of(const Args& a, u32 i) {
 // ---- peaks, in memory order --------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void raise(const Args& a, u32 channel, u32 most) {
-  if (most > a.peak[channel]) atomicMax(&a.peak[channel], most);
+  if (most > *(volatile const u32*)(a.peak + channel)) atomicMax(&a.peak[channel], most);  // it only grows meanwhile
 }
 // The bits of a magnitude: as integers they are in the order of the numbers.
 __device__ __forceinline__ u32 magnitude(float x, u32& lost) {

@@ -29,6 +29,7 @@ struct Window {
   }
   __device__ __forceinline__ void slide(int lane) {
     fill -= 256;
+    __syncwarp();  // what goes has been read: votes order nothing in memory
     put(fill, lane);
     __syncwarp();
     fetch(fill - 256, lane);
