@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -76,6 +77,17 @@ def test_resuming_without_a_state_warns(train, tmp_path):
     (tmp_path / "run" / "checkpoint-2" / "lowtide.pt").unlink()
     with pytest.warns(LowtideWarning, match="resumed without Lowtide's state"):
         train(3, resume=str(tmp_path / "run" / "checkpoint-2"))
+
+
+def test_one_process_of_several_writes_the_state(train, tmp_path):
+    """On one machine all of them see the folder, and would write to one file at the same time."""
+    _, callback = train(2)
+    folder = tmp_path / "checkpoint-2"
+    folder.mkdir()
+    for should_save in (False, True):
+        arguments = SimpleNamespace(output_dir=str(tmp_path), should_save=should_save)
+        callback.on_save(arguments, SimpleNamespace(global_step=2), None)
+        assert (folder / "lowtide.pt").is_file() is should_save
 
 
 def test_without_the_library(monkeypatch):

@@ -50,7 +50,7 @@ class LowtideCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         folder = _folder(args, state)
-        if self.tide is not None and folder.is_dir():  # only the process that saves has made it
+        if self.tide is not None and args.should_save and folder.is_dir():  # one process writes, all read when resuming
             torch.save(self.tide.state_dict(), folder / _FILE)
 
     def on_train_end(
