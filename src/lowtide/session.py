@@ -164,6 +164,8 @@ class Session:
             self.watch(loss)
         number = self._pipeline.step
         arrived = self._collector.deliver()
+        if self._collector.has_measured:
+            arrived = self._capture.agreement.merge(arrived)
         self._collector.finish(number)
         moved = self.controller.step(number, arrived, self.ledger)
         self._moves += bool(moved)
@@ -298,6 +300,11 @@ class Session:
         self._pipeline.let_go()
         self._pipeline.policy.warn_unmatched(path or ROOT for path, _, _ in scope.calls)
         self._forwards += 1
+        if self._capture.agreement.is_needed and getattr(self.controller, "follows_sizes", False):
+            raise AttachError(
+                "memory= has bounds follow from the sizes of payloads, which differ on ranks that have parts of a "
+                "tensor (DTensor), and copies of parameters would drift apart. Use noise= there"
+            )
         if self._collector.restarts >= _MOST_RESTARTS or self._forwards >= _MOST_FORWARDS:
             self._give_up_measuring()
         policy = self._pipeline.policy

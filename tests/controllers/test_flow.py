@@ -64,7 +64,7 @@ def arrivals(loss: Tensor, sites: dict[str, tuple[Any, int]]) -> tuple[Arrival, 
     loss.backward(retain_graph=True)
     norms, read = flow.finish()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lowtide.capture.flow._merge", tuple)  # or weights at which the same arrives would be one
+        patch.setattr("lowtide.capture.flow.merge", tuple)  # or weights at which the same arrives would be one
         return read([float(each) for each in norms])
 
 
@@ -215,7 +215,7 @@ class Foreign(Tensor):
 
 def test_what_cannot_be_looked_at_counts_as_if_it_had_brought_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of one branch, or of a weight, is no plain tensor."""
-    monkeypatch.setattr("lowtide.capture.flow._merge", tuple)
+    monkeypatch.setattr("lowtide.capture.flow.merge", tuple)
     model, flow = Residual(depth=2), Flow()
     loss = model(torch.randn(8, 48)).square().sum()
     norms = nodes_of(loss.grad_fn, "NativeLayerNormBackward0")

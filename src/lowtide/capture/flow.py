@@ -11,7 +11,7 @@ gradients that meet. Nodes go by their numbers: nothing here keeps a graph alive
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -93,7 +93,7 @@ class Flow:
             energies: dict[Place, float] = dict.fromkeys(unknown, math.nan)
             for place, number in zip(places, numbers, strict=True):
                 energies[place] = energies.get(place, 0.0) + number * number
-            return _merge(_arrivals(above, leaves, noisy, energies)) if energies else ()
+            return merge(_arrivals(above, leaves, noisy, energies)) if energies else ()
 
         return norms, read
 
@@ -164,7 +164,7 @@ def _sum(parts: Sequence[tuple[float, Shares]]) -> Shares:
     return found
 
 
-def _merge(arrivals: Iterator[Arrival]) -> tuple[Arrival, ...]:
+def merge(arrivals: Iterable[Arrival]) -> tuple[Arrival, ...]:
     """Parameters at which the same arrives, as one."""
     found: dict[Any, Arrival] = {}
     for arrival in arrivals:

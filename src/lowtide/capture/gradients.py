@@ -52,6 +52,7 @@ class Collector:
         self._under_way: tuple[Parcel, Callable[[list[list[float]]], Statistics]] | None = None
         self._arrived: Statistics | None = None
         self._loss: Tensor | None = None
+        self.has_measured = False  # in the step whose numbers are handed over next
         self._clear()
 
     def _clear(self) -> None:
@@ -213,6 +214,7 @@ class Collector:
 
     def finish(self, step: int) -> None:
         """The step has ended, the optimizer has done its work: send the numbers off."""
+        self.has_measured = self._wish != Wish()
         if self._wish.shadow:
             self._momentum.update(self._named)
         if self._records or self._loss is not None:
@@ -282,6 +284,7 @@ class Collector:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._under_way = None
         self._arrived = None if state["arrived"] is None else Statistics.from_state(state["arrived"])
+        self.has_measured = self._arrived is not None and bool(self._arrived.sites)
         self._momentum.load_state_dict(state["momentum"])
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.capture import graph, identity, makers, needs, pairs
+from lowtide.capture.agreement import Agreement
 from lowtide.capture.habits import Habit, Habits, Save, has_state, site_of, state_of
 from lowtide.capture.handles import Alias, Deduplicator, Entry, Extent, Handle, Passed, Recast, extent_of
 from lowtide.capture.scopes import Region, Scope, Scopes
@@ -56,6 +57,7 @@ class Capture:
         self.on_named: Callable[[Any, Handle], None] | None = None  # while statistics are wanted
         self._habits = Habits()
         self._sharding = Sharding(model)
+        self.agreement = Agreement()
         self._small: dict[str, str] = {}  # what small tensors are called, by module path
         self.scopes = Scopes(self._pack, _unpack, self._look, self._settle_all, self._flush)
 
@@ -155,8 +157,9 @@ class Capture:
         """A save of a module that will be run again: nothing is held, what plain training would hold is counted."""
         scope.packed += 1
         left = self._left_alone(tensor, scope, module)
-        counts = identity.is_plain(tensor) and (left is None or left.leads_on)
-        return region.pack(tensor, self._dedup.record(tensor) if counts else None)
+        part = identity.local_part(tensor)
+        counts = part is not None and (left is None or left.leads_on)
+        return region.pack(tensor, self._dedup.record(part) if part is not None and counts else None)
 
     def _shortcut(self, tensor: Tensor, scope: Scope, module: nn.Module | None, path: str) -> Passed | None:
         """Buffers and small statistics by a short way: with parameters, most saves of a net, if not most bytes [3]."""
@@ -240,6 +243,8 @@ class Capture:
 
     def _left_alone(self, tensor: Tensor, scope: Scope, module: nn.Module | None) -> identity.Left | None:
         """What is passed through as it is, in the order of the cheapest test first [3]."""
+        if type(tensor) is not Tensor:
+            self.agreement.look(tensor)
         left = identity.parameter_kind(tensor)
         if left is None and tensor.grad_fn is None and identity.is_plain(tensor):
             left = self._held_by_others(tensor.untyped_storage()._cdata, scope)
@@ -270,8 +275,9 @@ class Capture:
 
     def _pass_through(self, handle: Handle, tensor: Tensor, left: identity.Left) -> None:
         lease, added = None, 0
-        if not left.owned and identity.is_plain(tensor):
-            record = self._dedup.record(tensor)
+        part = None if left.owned else identity.local_part(tensor)
+        if part is not None:
+            record = self._dedup.record(part)
             lease, added = record.keep()
             handle.entry = Entry(record, tensor._version)
         handle.kept = Alias(tensor.detach(), tensor._version, lease)

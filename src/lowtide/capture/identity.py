@@ -172,6 +172,14 @@ def is_plain(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
 
 
+def local_part(tensor: Tensor) -> Tensor | None:
+    """The ordinary tensor whose storage this one holds: itself, or of a DTensor the part on this rank, which may be a
+    result of communication that is under way."""
+    part = getattr(tensor, "_local_tensor", tensor)
+    part = getattr(part, "elem", part)
+    return part if isinstance(part, Tensor) and is_plain(part) else None
+
+
 def storages(value: Any) -> dict[int, StorageWeakRef]:
     """The storages of all tensors in a nest, by address; the weak references keep the addresses from being reused."""
     refs = (StorageWeakRef(tensor.untyped_storage()) for tensor in tensors_in(value) if is_plain(tensor))
