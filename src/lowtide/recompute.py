@@ -32,7 +32,7 @@ from lowtide.errors import ModifiedError, PolicyError, RecomputeError
 from lowtide.ledger import Ledger
 from lowtide.policies.rules import Rule
 from lowtide.records import Kind, Need
-from lowtide.surroundings import Begin, Surroundings, copied_buffers, parts_of, rewind, versions_of
+from lowtide.surroundings import Begin, Surroundings, copied_buffers, parameters_of, parts_of, rewind
 
 OP = "recompute"  # under which the inputs of such modules appear in rules and reports
 # A second run from inputs that are a little off takes other branches at a ReLU here and there. That harms the gradient
@@ -62,7 +62,7 @@ class Regions:
         path, parts = self.paths[module], parts_of(module)
         device = _device_of(leaves, parts)
         surroundings = Surroundings(device, self._begin(path, device))
-        scope.region = Region(module, path, held, structure, surroundings, versions_of(parts))
+        scope.region = Region(module, path, held, structure, surroundings, parameters_of(parts))
 
     def exit(self, scope: Scope, module: nn.Module) -> None:
         region = scope.region
@@ -107,11 +107,11 @@ class Region:
         inputs: Sequence[Any],
         structure: Any,
         surroundings: Surroundings,
-        versions: Sequence[int],
+        parameters: Sequence[tuple[nn.Parameter, int]],
     ) -> None:
         self.module, self.path = module, path
         self._inputs, self._structure = inputs, structure
-        self._surroundings, self._versions = surroundings, versions
+        self._surroundings, self._parameters = surroundings, parameters
         self._slots: list[tuple[Any, ...]] = []  # shape, dtype and device of what was saved
         self._saved: list[tuple[Tensor, int] | None] = []
         self._raw = 0  # bytes that plain training would hold
@@ -152,7 +152,7 @@ class Region:
 
     def _run_again(self) -> list[tuple[Tensor, int] | None]:
         parts = parts_of(self.module)
-        if versions_of(parts) != self._versions:
+        if any(parameter._version != version for parameter, version in self._parameters):
             raise ModifiedError(
                 f"{self.path}: a parameter has changed since forward, so the module cannot be run again. Run backward "
                 "before the optimizer's step"

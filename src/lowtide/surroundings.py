@@ -172,9 +172,9 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-def versions_of(parts: Sequence[nn.Module]) -> list[int]:
-    """Of all parameters: a count of their changes in place."""
-    return [item._version for part in parts for item in part._parameters.values() if item is not None]
+def parameters_of(parts: Sequence[nn.Module]) -> list[tuple[nn.Parameter, int]]:
+    """All parameters, each with a count of its changes in place. Under FSDP a module has others while it runs."""
+    return [(item, item._version) for part in parts for item in part._parameters.values() if item is not None]
 
 
 @contextlib.contextmanager
