@@ -198,6 +198,18 @@ class Collector:
             record.weights[probe.kind] = weight
         if id(weight) not in self._hooks:
             self._hooks[id(weight)] = weight.register_post_accumulate_grad_hook(self._accumulated)
+        else:
+            self._look_again(weight)
+
+    def _look_again(self, weight: nn.Parameter) -> None:
+        """Between two passes somebody may have changed the gradient in place. If that was not to throw it away, it goes
+        on to add up: DistributedDataParallel averages it after each pass that is not in ``no_sync``. Only then is the
+        host made to wait here."""
+        before, gradient = self._seen.get(id(weight)), weight.grad
+        if before is None or gradient is None or before[0]() is not gradient or before[1] == gradient._version:
+            return
+        if bool(gradient.any()) or not bool(self._gradients[id(weight)]):
+            self._seen[id(weight)] = (before[0], gradient._version)
 
     def _accumulated(self, weight: Tensor) -> None:
         gradient = weight.grad
