@@ -19,7 +19,9 @@ from torch import Tensor
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests that take minutes, too")
-    parser.addoption("--races", action="store_true", help="look for races in every kernel that is emulated: slow")
+    parser.addoption(
+        "--races", action="store_true", help="look for races in all kernels that are emulated: takes minutes"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -18,8 +18,8 @@ Emulate = Callable[[ModuleType, Callable[..., Any]], Guarded]
 
 @pytest.fixture
 def names_races(request: pytest.FixtureRequest) -> bool:
-    """Whether emulated kernels are watched for races. Modules of tests that are about that say True."""
-    return bool(request.config.getoption("--races"))
+    """Whether emulated kernels are watched for races."""
+    return bool(request.config.getoption("--races")) or "races" in request.keywords
 
 
 @pytest.fixture(autouse=True)

@@ -64,6 +64,7 @@ def test_twin_equals_codec(dtype: str) -> None:
     assert len(cases) - Plain.given >= (40 if dtype == "fp32" else 8)
 
 
+@pytest.mark.races
 @requires_compiler
 @pytest.mark.parametrize("bits", BITS)
 def test_every_width_in_tiles_of_several_planes(bits: int) -> None:
@@ -80,6 +81,7 @@ def test_replays_draw_anew() -> None:
         check_replays(case, CPU, kind=DivisionCuda)
 
 
+@pytest.mark.races
 @requires_compiler
 @pytest.mark.parametrize("shape", [(2, 3, 28, 28), (2, 5, 7, 7)], ids=str)
 def test_bytes_of_a_payload_may_lie_anywhere(shape: tuple[int, ...]) -> None:

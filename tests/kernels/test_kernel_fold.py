@@ -45,6 +45,7 @@ def test_kernels_give_the_bits_of_torch(dtype: str, launched: list[str]) -> None
     assert set(launched) == {"tabulate", f"fold<{name}>", f"unfold<{name}, 0>", f"unfold<{name}, 1>", f"gate<{name}>"}
 
 
+@pytest.mark.races
 @requires_compiler
 def test_values_that_are_none(launched: list[str]) -> None:
     case = next(iter(make_cases(torch.float32, CPU)))

@@ -69,6 +69,7 @@ def test_twin_equals_codec(codec: str, dtype: str) -> None:
         assert {plane["coder"] for payload in payloads for plane in payload.meta["planes"]} == {"raw", "blocks"}
 
 
+@pytest.mark.races
 @requires_compiler
 @pytest.mark.parametrize("scale", [0, 1, 40, 900, 20_000])
 @pytest.mark.parametrize("count", [1, 31, 1024, 2500])
@@ -85,6 +86,7 @@ def test_every_integer_is_coded_as_in_torch(scale: int, count: int) -> None:
     assert torch.equal(_integers.read(encoded, meta, torch.zeros_like(codes), "some_"), codes)
 
 
+@pytest.mark.races
 @requires_compiler
 @pytest.mark.parametrize("maps", [Planes(3, 1, 70_000), Planes(5, 3, 100), Planes(2, 40, 32), Planes(9, 7, 5)], ids=str)
 def test_residuals_are_summed_as_in_torch(maps: Planes) -> None:
@@ -142,6 +144,7 @@ def test_a_part_of_another_size_is_refused(codec: str) -> None:
                 _twin(codec).decode(replace(encoded, tensors=shorter))
 
 
+@pytest.mark.races
 @requires_compiler
 @pytest.mark.parametrize("codec", CODECS)
 def test_bytes_of_a_payload_may_lie_anywhere(codec: str) -> None:

@@ -46,6 +46,7 @@ def launches(emulate: Callable[..., Guarded], monkeypatch: pytest.MonkeyPatch) -
     return launches
 
 
+@pytest.mark.races
 @requires_compiler
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_packed_is_a_clone_by_one_launch_where_the_kernel_reaches(dtype: torch.dtype, launches: Launches) -> None:

@@ -40,6 +40,7 @@ def test_both_ways(place: str, dtype: str, values: int) -> None:
     check(pair, plan)
 
 
+@pytest.mark.races
 @requires_compiler
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_chunks_that_are_raw(dtype: str) -> None:
@@ -50,6 +51,7 @@ def test_chunks_that_are_raw(dtype: str) -> None:
     assert (check(pair, plan).tensors["heads"][1::3] < 0).any()
 
 
+@pytest.mark.races
 @requires_compiler
 def test_at_any_address() -> None:
     """Loads and stores of four values at once are not always possible."""

@@ -46,6 +46,7 @@ def test_rows_are_measured_as_torch_does(dtype: str, rounding: str) -> None:
         assert torch.equal(bits(rows.x), before), f"{rows.name}: its input was changed"
 
 
+@pytest.mark.races
 @requires_compiler
 @pytest.mark.parametrize("lanes", [8, 32, 256])
 def test_rows_of_every_length_with_every_number_of_lanes(lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ def test_values_do_not_depend_on_prediction(instance: Instance) -> None:
     assert raw < chunks / 2
 
 
+@pytest.mark.races
 @requires_compiler
 @pytest.mark.parametrize("values", LARGEST)
 def test_the_largest_sums_of_a_row(values: int) -> None:

@@ -68,6 +68,7 @@ def encode(twin: SzCuda, x: Tensor, plan: Plan, replay: Replay, room: int | None
     return encoded, int(ticket)
 
 
+@pytest.mark.races
 @requires_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("coder", ["blocks", "rans", "predicted"])
@@ -198,6 +199,7 @@ def with_reserve(words: int, guarded: Guarded, monkeypatch: pytest.MonkeyPatch) 
     return replay
 
 
+@pytest.mark.races
 @requires_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_what_does_not_fit_goes_to_the_reserve(

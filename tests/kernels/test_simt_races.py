@@ -11,13 +11,7 @@ from simt import Emulated, requires_compiler
 from lowtide.errors import LowtideError
 from lowtide.kernels._nvrtc import Program
 
-pytestmark = requires_compiler
-
-
-@pytest.fixture
-def names_races() -> bool:
-    return True
-
+pytestmark = [requires_compiler, pytest.mark.races]
 
 COUNT = 64  # threads of a block: two warps
 
