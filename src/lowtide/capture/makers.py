@@ -246,11 +246,17 @@ def _fits(formula: Formula, sources: Sequence[TensorSpec], tensor: Tensor) -> bo
         return tensor.is_contiguous() and formula.attention.fits(sources, tensor)
     if any(source.device != tensor.device for source in sources):
         return False
-    if tensor.is_contiguous():
-        return all(source.numel == tensor.numel() and layout.is_contiguous(source) for source in sources)
     shape, stride = tuple(tensor.shape), tensor.stride()
+    if tensor.is_contiguous():
+        if formula.keeps_order:  # the halves of a gate come back packed, or are by the op
+            sources = [_packed(source) for source in sources]
+        return all(source.numel == tensor.numel() and layout.is_contiguous(source) for source in sources)
     alike = all(source.shape == shape and source.stride == stride for source in sources)
     return alike and formula.keeps_order and layout.is_dense(shape, stride)
+
+
+def _packed(spec: TensorSpec) -> TensorSpec:
+    return TensorSpec(spec.shape, layout.dense_stride(spec.shape, spec.stride), spec.dtype, spec.device)
 
 
 def _is_kept(part: Handle) -> bool:
