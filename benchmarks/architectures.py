@@ -22,7 +22,8 @@ import statistics
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -159,8 +160,8 @@ def _batch(head: str, size: int) -> dict[str, Tensor]:
 class Bench:
     """A model whose weights and buffers do not change from step to step, and the same random numbers in each."""
 
-    def __init__(self, name: str, precision: str, layers: int = 0) -> None:
-        self.model, self._batch = build(name, layers)
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module], Tensor], precision: str) -> None:
+        self.model, self._loss = model, loss
         self._is_cast = precision == "bf16"
         self._state = copy.deepcopy(self.model.state_dict())
 
@@ -168,16 +169,19 @@ class Bench:
         torch.manual_seed(1)
         self.model.zero_grad(set_to_none=True)
         with torch.autocast("cpu", torch.bfloat16, enabled=self._is_cast):
-            loss = self.model(**self._batch).loss
+            loss = self._loss(self.model)
         loss.backward()
         self.model.load_state_dict(self._state)
         return {name: part.grad.clone() for name, part in self.model.named_parameters() if part.grad is not None}
 
 
-def measure(
-    name: str, precision: str, steps: int, layers: int = 0, given: Mapping[str, Any] = {}
-) -> Iterator[dict[str, Any]]:
-    bench = Bench(name, precision, layers)
+def bench_of(name: str, precision: str, layers: int = 0) -> Bench:
+    model, batch = build(name, layers)
+    return Bench(model, lambda model: model(**batch).loss, precision)
+
+
+def measure(make: Callable[[], Bench], steps: int, given: Mapping[str, Any] = {}) -> Iterator[dict[str, Any]]:
+    bench = make()
     yield {"parameters": sum(part.numel() for part in bench.model.parameters())}
     plain = bench.gradients()
     yield {"repeats": are_equal(plain, bench.gradients())}
@@ -250,17 +254,31 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     flat = [name for name in names if options.layers and not any(key in ARCHITECTURES[name][1] for key in _LAYERS)]
     if flat:
         raise UsageError(f"{', '.join(flat)}: configured by other words than a number of layers; leave --layers out")
-    out = ResultFile(arguments.find_out(options), COLUMNS).begin()
+    shared = {"transformers": version, "settings": " ".join(options.budget_set)}
+    make = partial(bench_of, layers=options.layers)
+    return measure_all({name: make for name in names}, precisions, options, COLUMNS, shared, given)
+
+
+def measure_all(
+    makers: Mapping[str, Callable[[str, str], Bench]],
+    precisions: list[str],
+    options: argparse.Namespace,
+    columns: tuple[str, ...],
+    shared: Mapping[str, Any],
+    given: Mapping[str, Any] = {},
+) -> list[dict[str, Any]]:
+    """A row for each model and precision, in the file as soon as it is there."""
+    out = ResultFile(arguments.find_out(options), columns).begin()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    shared = describe_environment(torch.device("cpu"), options.revision) | {"transformers": version}
+    environment = describe_environment(torch.device("cpu"), options.revision)
+    layers = getattr(options, "layers", 0)
     rows = []
-    for name in names:
+    for name, make in makers.items():
         for precision in precisions:
-            found = attempt(measure(name, precision, options.steps, options.layers, given), options)
-            called = f"{name}, {options.layers} layers" if options.layers else name
-            row = {**shared, "date": now(), "architecture": called, "precision": precision, **found}
-            row["settings"] = " ".join(options.budget_set)
+            found = attempt(measure(partial(make, name, precision), options.steps, given), options)
+            called = f"{name}, {layers} layers" if layers else name
+            row = {**environment, **shared, "date": now(), "architecture": called, "precision": precision, **found}
             out.append(row)
             rows.append(row)
             arguments.say(" ".join(_cells(row)))

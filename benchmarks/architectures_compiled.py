@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from architectures import ARCHITECTURES, Bench, are_equal, choose, energy
+from architectures import ARCHITECTURES, Bench, are_equal, bench_of, choose, energy
 from torch import Tensor
 
 import lowtide
@@ -42,10 +42,10 @@ _MIN_SIZE = 1024  # bytes: the models are small
 
 
 def measure(name: str, precision: str) -> Iterator[dict[str, Any]]:
-    plain = Bench(name, precision).gradients()
-    eager, held, _ = _run(Bench(name, precision), is_compiled=False)
+    plain = bench_of(name, precision).gradients()
+    eager, held, _ = _run(bench_of(name, precision), is_compiled=False)
     yield {"noise": _noise(eager, plain), "held": held}
-    compiled, held, graphs = _run(Bench(name, precision), is_compiled=True)
+    compiled, held, graphs = _run(bench_of(name, precision), is_compiled=True)
     yield {"noise_compiled": _noise(compiled, plain), "held_compiled": held}
     yield {"graphs": graphs, "same": are_equal(eager, compiled)}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 WEIGHT = "weight"  # the gradient of a parameter: noise ends there
@@ -62,7 +62,7 @@ class Claim:
 
     def without_noise(self, noise: float) -> Claim:
         """The energy as it would be without this added variance, which was measured along with it."""
-        return dataclasses.replace(self, energy=self.energy - min(noise, self.energy / 2))
+        return replace(self, energy=self.energy - min(noise, self.energy / 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +118,16 @@ class SiteStatistics:
         numbers = [self.gradient, self.stepped, self.momentum, self.peak, self.std]
         numbers += [number for claim in self.claims for number in (claim.sensitivity, claim.energy)]
         return all(number is None or math.isfinite(number) for number in numbers)
+
+    @property
+    def overflows(self) -> bool:
+        """Whether a sensitivity is too large for a number while all else is finite, as is that of what is divided by
+        next to nothing: gradients as they are say nothing of what an error would do to them."""
+        if not any(claim.sensitivity == math.inf for claim in self.claims):
+            return False
+        numbers = [0.0 if claim.sensitivity == math.inf else claim.sensitivity for claim in self.claims]
+        claims = [replace(claim, sensitivity=n) for claim, n in zip(self.claims, numbers, strict=True)]
+        return replace(self, claims=tuple(claims)).is_finite
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,38 @@ def test_a_failure_has_a_row(bench):
     assert bench._cells(row) == ("a", "fp32", "failed", "", "", "TypeError: no")
 
 
+@pytest.fixture
+def others(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    return load_script("benchmarks/architectures_others.py")
+
+
+def test_nets_of_plain_torch(others, tmp_path):
+    out, threads = tmp_path / "others.csv", torch.get_num_threads()
+    rows = others.run(options(others, "graph_net", "--precision", "fp32", "--steps", "6", "--out", str(out)))
+    torch.set_num_threads(threads)
+    with out.open(newline="") as file:
+        (written,) = csv.DictReader(file)
+    assert tuple(written) == others.COLUMNS and written["diffusers"] == ""
+    assert others.is_fine(rows[0]) and rows[0]["smaller"] > 8 and rows[0]["kept_share"] < 0.05
+
+
+def test_every_net_of_plain_torch_runs(others):
+    for name in others.TORCH:
+        assert all(grad.isfinite().all() for grad in others.bench_of(name, "bf16").gradients().values())
+
+
+def test_other_names_that_are_not_known(others):
+    with pytest.raises(UsageError, match=r"unet, fp8: not known here; known: unet_2d, .*, fourier_operator; fp32"):
+        others.run(options(others, "unet", "--precision", "fp8", "--out", "-"))
+
+
+def test_a_model_of_diffusers(others):
+    pytest.importorskip("diffusers")
+    rows = others.run(options(others, "dit", "--precision", "fp32", "--steps", "6", "--out", "-"))
+    assert others.is_fine(rows[0]) and rows[0]["diffusers"]
+
+
 def test_compiled_beside_eager(monkeypatch, tmp_path):
     pytest.importorskip("transformers")
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))

@@ -115,3 +115,34 @@ def test_a_hook_that_comes_later_ends_the_habit(walked):
     assert not walked
     model[0].register_forward_hook(lambda module, inputs, output: torch.exp(output) * 1e-3)
     assert run(model, walked, x)
+
+
+class Renamed(nn.ReLU):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "mask"), [(nn.ReLU, "in sz"), (nn.LeakyReLU, "bitmask"), (Renamed, "kept")], ids=["relu", "leaky", "other"]
+)
+def test_a_view_that_a_layer_changes_in_place(make, mask, gradients, assert_same):
+    """No path leads to the node of such a layer; what it saves follows from the layer itself, if it is a plain one."""
+    convs = [nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 4, 3)]
+    norms = [nn.InstanceNorm2d(8), nn.Sequential(nn.BatchNorm2d(8), nn.Flatten(2), nn.Unflatten(2, (8, 8)))]
+    model = nn.Sequential(convs[0], norms[0], make(inplace=True), convs[1], norms[1], make(inplace=True), convs[2])
+    x = torch.randn(4, 3, 12, 12)
+    plain = gradients(model, x)
+    session = lowtide.attach(model, "exact", min_size=0, check="full")
+    for _ in range(4):
+        assert_same(plain, gradients(model, x))
+        session.step()
+    session.detach()
+    session = lowtide.attach(model, "fixed", min_size=0, check="full")
+    for _ in range(4):
+        gradients(model, x)
+        codecs = {item.name: item.codec for item in session.report().sites}
+        names = ("2:unknown.saved", "5:unknown.saved")
+        if make is not Renamed:
+            names = tuple(f"{layer}:{'relu' if make is nn.ReLU else 'leaky_relu'}.result" for layer in (2, 5))
+        assert {codecs[name] for name in names} == {mask}
+        assert {codecs["3:convolution.input"], codecs["6:convolution.input"]} == {"kept" if mask == "kept" else "sz"}
+        session.step()

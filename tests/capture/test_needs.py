@@ -11,9 +11,11 @@ import lowtide
 from lowtide.capture import needs as table
 from lowtide.capture.needs import TABLE
 
+pytestmark = pytest.mark.filterwarnings("ignore:index_reduce")
 aten, legacy = torch.ops.aten, torch._C._nn
 BN = (torch.zeros(8), torch.ones(8))
 LONG = {"dtype": torch.long}
+ONE, THIRDS = torch.ones(1, **LONG), torch.arange(8).remainder(3)
 
 # What a test expects of a site: kind of need, family, granularity, axes of the bound.
 EXACT, METADATA, MASK, WINDOW = (("exact",), ("metadata",), ("mask",), ("window",))
@@ -102,6 +104,22 @@ CASES = {
         {"self": METADATA, "target": EXACT, "total_weight": EXACT},
     ),
     "Gather": (lambda h, w: h.gather(1, torch.zeros(2, 3, 8, 8, **LONG)), {"self": METADATA, "index": EXACT}),
+    "Take": (lambda h, w: h.take(torch.zeros(3, 4, **LONG)), {"self": METADATA, "index": EXACT}),
+    "FftR2C": (lambda h, w: torch.view_as_real(torch.fft.rfft2(h)), {"self": METADATA}),
+    "IndexAdd": (
+        lambda h, w: torch.zeros(2, 4, 8, 8).index_add(1, torch.arange(8) // 2, h),
+        {"source": METADATA, "index": EXACT},
+    ),
+    "IndexCopy": (lambda h, w: (h * 1).index_copy(1, ONE, h[:, :1] + 1), {"source": METADATA, "index": EXACT}),
+    "ScatterReduce": (
+        lambda h, w: (h[:, :3] * 1).scatter_reduce(1, THIRDS.view(1, 8, 1, 1).repeat(2, 1, 8, 8), h, "mean"),
+        {"self": METADATA, "src": METADATA, "result": METADATA, "index": EXACT},
+    ),
+    "IndexReduce": (
+        lambda h, w: (h[:, :3] * 1).index_reduce(1, THIRDS, h, "mean"),
+        {"self": METADATA, "source": METADATA, "result": METADATA, "index": EXACT},
+    ),
+    "Complex": (lambda h, w: torch.view_as_real(torch.complex(h, h + 1)), {"real": METADATA, "imag": METADATA}),
     "MaskedSelect": (lambda h, w: h.masked_select(h > 0), {"self": METADATA, "mask": MASK}),
     "ReflectionPad1D": (lambda h, w: F.pad(h[0], (1, 1), mode="reflect"), {"self": METADATA}),
     "ReflectionPad2D": (lambda h, w: F.pad(h, (1,) * 4, mode="reflect"), {"self": METADATA}),
@@ -127,13 +145,23 @@ CASES = {
     "SafeSoftmax": (lambda h, w: torch._safe_softmax(h, -1), {"result": POINTWISE}),
     "LogSoftmax": (lambda h, w: h.log_softmax(-1), {"result": LOG_PROBABILITY}),
     "Mul": (lambda h, w: h * (h + 1), {"self": PRODUCT, "other": PRODUCT}),
+    "Addcmul": (lambda h, w: torch.addcmul(h, h, h + 1), {"tensor1": PRODUCT, "tensor2": PRODUCT}),
+    "Lerp": (lambda h, w: torch.lerp(h, h + 1, h + 2), {"self": PRODUCT, "end": PRODUCT, "weight": PRODUCT}),
     "Div": (lambda h, w: h / (h + 9), {"self": PRODUCT, "other": EXACT}),
     "Pow": (lambda h, w: h**2, {"self": PRODUCT}),
     "Exp": (lambda h, w: h.exp(), {"result": PRODUCT}),
     "Var": (lambda h, w: h.var(), {"self": PRODUCT}),
     "VarMean": (lambda h, w: torch.var_mean(h)[0], {"self": PRODUCT}),
+    "Std": (lambda h, w: h.std(1), {"self": PRODUCT, "result": EXACT}),
+    "StdMean": (lambda h, w: torch.std_mean(h, 1)[0], {"self": PRODUCT, "result0": EXACT}),
     "MseLoss": (lambda h, w: F.mse_loss(h, h + 1), {"self": PRODUCT, "target": PRODUCT}),
     "LinalgVectorNorm": (lambda h, w: torch.linalg.vector_norm(h, dim=1), {"self": PRODUCT, "result": EXACT}),
+    "Norm": (lambda h, w: aten.norm(h, 2.0, [1]), {"self": PRODUCT, "result": EXACT}),
+    "GridSampler2D": (lambda h, w: F.grid_sample(h, _places(h), align_corners=True), {"input": PRODUCT, "grid": EXACT}),
+    "GridSampler3D": (
+        lambda h, w: F.grid_sample(_3d(h), h[:, :4, :4, :3].unsqueeze(1).tanh(), align_corners=False),
+        {"input": PRODUCT, "grid": EXACT},
+    ),
     "Sqrt": (lambda h, w: (h + 9).sqrt(), {"result": EXACT}),
     "Rsqrt": (lambda h, w: (h + 9).rsqrt(), {"result": EXACT}),
     "Reciprocal": (lambda h, w: (h + 9).reciprocal(), {"result": EXACT}),
@@ -143,12 +171,13 @@ CASES = {
     "Amin": (lambda h, w: h.amin(1), {"self": EXACT, "result": EXACT}),
     "Max": (lambda h, w: h.max(), {"self": EXACT, "result": EXACT}),
     "Min": (lambda h, w: h.min(), {"self": EXACT, "result": EXACT}),
-    "PreluKernel": (lambda h, w: F.prelu(h, w[0, :, 0, 0]), {"self": EXACT, "weight": EXACT}),
+    "PreluKernel": (lambda h, w: F.prelu(h, w[0, :, 0, 0]), {"self": POINTWISE, "weight": EXACT}),
 }
 
 # Rows that no call on a dense CPU tensor reaches, by what would.
 ELSEWHERE = {
     "cuda": "CudnnConvolution CudnnConvolutionTranspose ConvDepthwise2D ConvDepthwise3D CudnnBatchNorm FusedRmsNorm "
+    "CudnnGridSampler "
     "ScaledDotProductFlashAttention ScaledDotProductEfficientAttention ScaledDotProductCudnnAttention FlashAttention "
     "EfficientAttention CudnnAttention CudnnRnn ThnnFusedLstmCell ThnnFusedGruCell",
     "rocm": "MiopenBatchNorm MiopenRnn",
@@ -164,6 +193,10 @@ def _3d(h):
 
 def _kernel_3d(w):
     return w.unsqueeze(2).repeat(1, 1, 3, 1, 1)
+
+
+def _places(h):
+    return h[:, 0, :, :2].unsqueeze(1).tanh()
 
 
 def _stats():

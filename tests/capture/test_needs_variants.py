@@ -189,6 +189,57 @@ class Mul(torch.autograd.Function):
         return gradient / x
 
 
+_NORMS_OF_OLD = [(2.0, ["values"]), (1.0, ["exact"]), (3.0, ["exact"])]
+
+
+@pytest.mark.parametrize(("order", "kinds"), _NORMS_OF_OLD)
+def test_distances_of_pairs(shifted, needs, order, kinds):
+    """They take the older op for norms: only the Euclidean one is linear in the values."""
+    model = shifted(lambda self, h: F.pairwise_distance(h, 2 * h, p=order))
+    seen = needs(model, torch.randn(16, 8))
+    assert [item.need.kind.value for name, item in seen.items() if name.endswith("norm.self")] == kinds
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "amax", "amin", "prod"])
+def test_reductions_by_index(shifted, needs, gradients, assert_same, reduce):
+    """Messages that nodes of a graph are sent: of sums and means backward reads the shape, of all others values."""
+    to = torch.randint(0, 8, (32,))
+
+    def function(self, h):
+        zeros, wide = torch.zeros(8, 4), to[:, None].expand_as(h)
+        return zeros.scatter_reduce(0, wide, h, reduce, include_self=False)
+
+    model, x = shifted(function), torch.randn(32, 4)
+    (kind,) = {item.need.kind for name, item in needs(model, x).items() if not name.endswith("index")}
+    assert kind is (Kind.METADATA if reduce in ("sum", "mean") else Kind.EXACT)
+    plain = gradients(model, x)
+    lowtide.attach(model, "exact", min_size=0, check="full")
+    assert_same(plain, gradients(model, x))
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "nearest", "bicubic"])
+@pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])
+def test_samples_at_given_places(shifted, needs, gradients, assert_same, mode, padding):
+    """Where the places have no gradient, backward reads nothing of what was sampled there."""
+    places = torch.rand(2, 5, 6, 2) * 2.4 - 1.2
+    model = shifted(lambda self, h: F.grid_sample(h, places, mode, padding, align_corners=False))
+    x = torch.randn(2, 3, 8, 8)
+    kinds = {name.rsplit(".")[-1]: item.need.kind for name, item in needs(model, x).items()}
+    assert kinds == {"input": Kind.METADATA, "grid": Kind.EXACT}
+    plain = gradients(model, x)
+    lowtide.attach(model, "exact", min_size=0, check="full")
+    assert_same(plain, gradients(model, x))
+
+
+@pytest.mark.parametrize("form", ["lerp", "addcmul"])
+def test_a_factor_that_is_broadcast_into_a_mixture_is_kept(shifted, needs, form):
+    mix = {"lerp": lambda h, w: torch.lerp(h, h + 1, w), "addcmul": lambda h, w: torch.addcmul(h, h + 1, w)}[form]
+    seen = needs(shifted(lambda self, h: mix(h, h.mean(0))), torch.randn(16, 8))
+    kinds = {name.rpartition(".")[2]: item.need.kind for name, item in seen.items() if form in name}
+    assert kinds.pop("weight" if form == "lerp" else "tensor2") is Kind.EXACT
+    assert set(kinds.values()) == {Kind.VALUES}
+
+
 def test_a_custom_function_never_takes_the_row_of_a_built_in(shifted, needs):
     model = shifted(lambda self, h: Mul.apply(h.abs() + 1))
     item = needs(model, torch.randn(64, 64))["(model):custom.mul.tensors[0]"]

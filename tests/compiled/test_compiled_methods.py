@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from lowtide.registry import METHODS
 
@@ -41,7 +42,6 @@ def test_options_of_a_session(options, net, attach, images, labels, assert_same)
 
 def test_a_rule_for_an_unknown_op(net, attach, images, labels, assert_same):
     """What the table does not know is held if a rule names it."""
-    from torch import nn
 
     class Cosh(nn.Module):
         def forward(self, x):
@@ -58,3 +58,18 @@ def test_a_rule_for_an_unknown_op(net, attach, images, labels, assert_same):
     assert held_by_graph <= 1.01 * held
     _, held_as_it_is = _train(model(), attach, images, labels, "fixed", "aot_eager")
     assert held_as_it_is > 1.3 * held_by_graph
+
+
+@pytest.mark.parametrize("method", ["budget", "fixed"])
+def test_what_group_norms_have_made(method, attach, images, labels, assert_same):
+    """Their shift is in no save; it is an input of the graph."""
+
+    def model():
+        torch.manual_seed(0)
+        layers = (nn.Conv2d(3, 16, 3), nn.GroupNorm(4, 16), nn.SiLU(), nn.Conv2d(16, 8, 3), nn.Flatten())
+        return nn.Sequential(*layers, nn.Linear(8 * 12 * 12, 10))
+
+    eager, held = _train(model(), attach, images, labels, method, None, remake=True)
+    compiled, held_by_graph = _train(model(), attach, images, labels, method, "aot_eager", remake=True)
+    assert_same(eager, compiled)
+    assert held_by_graph <= 1.01 * held

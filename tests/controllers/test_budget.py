@@ -315,6 +315,25 @@ def test_gradients_that_are_not_finite_are_an_alarm():
     assert budget.bound(Site("a", "addmm", "mat1"), LINEAR) == BoundRule(0.1, "std")
 
 
+def test_what_is_divided_by_next_to_nothing_is_held_exactly():
+    """Its sensitivity is beyond float32, its gradients are not; all others go on, and so does it when that is over."""
+    usual, huge = site("a:addmm.mat1"), site("b:div.self", (Claim(PROPAGATED, math.inf, 1.0),), family="product")
+    budget = settled(usual, huge)
+    assert not budget.events() and value(budget) == value(settled(usual))
+    kept = budget.bound(Site("b", "div", "self"), LINEAR)
+    assert kept == Keep("what an error in it does to gradients is too large for a number")
+    made = dataclasses.replace(huge, site="c:bmm.self", source="b:div.self", saved="c:bmm.self")
+    assert isinstance(settled(usual, made)._rules["b:div.self"], Keep), "it is the stored tensor that counts"
+    feed(budget, 16, usual, dataclasses.replace(huge, claims=(Claim(PROPAGATED, 1.0, 1.0),)))
+    assert isinstance(budget.bound(Site("b", "div", "self"), LINEAR), BoundRule)
+
+
+@pytest.mark.parametrize("numbers", [(math.nan, 1.0), (math.inf, math.inf)])
+def test_gradients_that_overflow_themselves_are_an_alarm(numbers):
+    budget = settled(site("a:addmm.mat1"), site("b:div.self", (Claim(PROPAGATED, *numbers),)))
+    assert "gradients are not finite" in budget.events()[0]
+
+
 def test_a_layer_that_is_noisier_than_predicted_retreats():
     budget = settled(site("a:addmm.mat1"), site("b:addmm.mat1"))
     noisy = site("a:addmm.mat1", error=1.0)

@@ -89,6 +89,20 @@ def test_a_slope_that_jumps():
         assert least < found * bound**2 / 3 / noise < most
 
 
+def test_slopes_that_differ_from_channel_to_channel():
+    """PReLU's: the formula has their mean jump."""
+    x, weight = normal(200, 4, 250).requires_grad_(), torch.tensor([0.0, 0.25, 0.5, -0.5], dtype=torch.float64)
+    run = Disturbed(lambda: F.prelu(x, weight.requires_grad_()))
+    found, edge = predicted(run, "prelu_kernel", "self", "pointwise")
+    error = (torch.rand_like(x) * 2 - 1).detach() * 0.15
+    noise = float((run.gradients("self", error)[edge] - run.gradients()[edge]).square().sum())
+    assert found / VARIANCE * 0.15**2 / 3 == pytest.approx(noise, rel=0.1)
+
+
+def at_places(x: Tensor, places: Tensor, *, align_corners: bool = False) -> Tensor:
+    return F.grid_sample(x, places.tanh() * 0.9, align_corners=align_corners)
+
+
 PRODUCTS = {
     "div.self": lambda x, y: x / (y.square() + 1),
     "div.self, broadcast": lambda x, y: x / (y.square().sum(1, keepdim=True) + 1),
@@ -97,6 +111,20 @@ PRODUCTS = {
     "var_mean.self": lambda x, y: torch.var_mean(x, 0)[0],
     "linalg_vector_norm.self": lambda x, y: torch.linalg.vector_norm(x, dim=1),
     "linalg_vector_norm.self, kept": lambda x, y: torch.linalg.vector_norm(x, dim=(0, 1), keepdim=True),
+    "std.self": lambda x, y: x.std(1),
+    "std.self, all": lambda x, y: x.std(correction=0),
+    "std_mean.self": lambda x, y: torch.std_mean(x, 0)[0],
+    "norm.self": lambda x, y: torch.ops.aten.norm(x, 2.0, [1]),
+    "addcmul.tensor1": lambda x, y: torch.addcmul(x, x + 1, y, value=0.5),
+    "addcmul.tensor2": lambda x, y: torch.addcmul(x, x + 1, y, value=0.5),
+    "lerp.self": lambda x, y: torch.lerp(x, x + 1, y),
+    "lerp.end": lambda x, y: torch.lerp(x, x + 1, y),
+    "lerp.weight": lambda x, y: torch.lerp(x, x + 1, y),
+    "grid_sampler2d.input": lambda x, y: at_places(x.view(4, 3, 20, 40), y.flatten()[:4800].view(4, 30, 20, 2)),
+    "grid_sampler2d.input, corners": lambda x, y: at_places(
+        x.view(4, 3, 20, 40), y.flatten()[:4800].view(4, 30, 20, 2), align_corners=True
+    ),
+    "grid_sampler3d.input": lambda x, y: at_places(x.view(4, 3, 8, 10, 10), y.flatten()[:9000].view(4, 30, 5, 5, 3)),
     "mse_loss.self": F.mse_loss,
     "mse_loss.target": F.mse_loss,
     "mse_loss.self, sum": lambda x, y: F.mse_loss(x, y, reduction="sum"),

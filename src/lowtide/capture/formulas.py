@@ -4,6 +4,7 @@
 |---|---|---|---|
 | gelu, silu | a source | | f'(x)^2 |
 | layer_norm, rms_norm | a source | statistics of rows, scale, shift | scale^2, of errors in units of a row's spread |
+| group_norm | a source | statistics of groups, scale, shift | the same, of errors in units of a channel's spread |
 | mul | a source or a formula | the other factor, which is broadcast | mean square of that factor |
 | mul | two of: a source, gelu or silu of one | | square of the other one |
 | attention | three sources | bias, mask | by trial (``attend.py``) |
@@ -58,6 +59,14 @@ class Formula:
             part.is_exact for part in self.inputs if isinstance(part, Formula)
         )
 
+    @property
+    def keeps_order(self) -> bool:
+        """Whether what it makes lies in memory as its sources do, if they are dense and lie alike, channels last or
+        however: norms of rows, and factors that are broadcast, count on the last axis."""
+        if self.op not in (*_FUNCTIONS, "group_norm") and (self.op != "mul" or self.parts or self.shape is not None):
+            return False
+        return self.chain is None and all(part.keeps_order for part in self.inputs if isinstance(part, Formula))
+
     def run(self, sources: Sequence[Tensor], parts: Parts, dtype: torch.dtype) -> Tensor:
         """What it makes of ``sources``, as they were stored, in ``dtype``."""
         given = [self._read(place, sources, parts) for place in range(len(self.inputs))]
@@ -74,6 +83,9 @@ class Formula:
         if self.op in _NORMS:
             mean, inverse_std, scale, shift = beside
             assert inverse_std is not None, "no norm without it"
+            if self.op == "group_norm":
+                assert mean is not None and scale is not None and shift is not None, "others are not made again"
+                return _normalise.groups(given[0], mean, inverse_std, scale, shift, dtype)
             return _normalise.rows(given[0], mean, inverse_std, scale, shift, dtype)
         if self.op == "mul":
             factor = given[1] if len(given) > 1 else beside[0]
@@ -113,6 +125,8 @@ class Formula:
         """By how much errors in what this makes differ from feature to feature, in the mean square 1; None if alike."""
         if self.chain is not None:
             return None  # features may be anywhere
+        if self.op == "group_norm":
+            return None  # they are not the last axis
         number = self.parts[2] if self.op in _NORMS else self.parts[0] if self.op == "mul" and self.parts else None
         scale = parts[number]() if number is not None else None
         if scale is None or scale.dim() != 1:
@@ -172,7 +186,7 @@ class Formula:
         return _FUNCTIONS[item.op](samples[source], item.option)
 
 
-_NORMS = ("layer_norm", "rms_norm")
+_NORMS = ("layer_norm", "rms_norm", "group_norm")
 _FUNCTIONS: dict[str, Callable[[Tensor, str], Tensor]] = {
     "gelu": lambda x, option: F.gelu(x, approximate=option),
     "silu": lambda x, _: F.silu(x),

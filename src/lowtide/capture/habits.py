@@ -9,22 +9,25 @@ holds is noticed.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.modules import module as globals_of
 
+from lowtide.capture import needs
 from lowtide.capture.handles import extent_of
 from lowtide.records import Need, Site, TensorSpec
 
 _PLAIN = frozenset(
     (
         nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear,
-        nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.ReLU, nn.GELU,
-        nn.SiLU, nn.Sigmoid, nn.Tanh,
+        nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.ReLU, nn.LeakyReLU,
+        nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh,
     )
 )  # fmt: skip
+_IN_PLACE: dict[type, str] = {nn.ReLU: "Relu", nn.LeakyReLU: "LeakyRelu"}  # their ops save the result alone, for a bit
 _EVERY = 64  # forwards: one in so many is named by the graph alone
 _MOST = 1 << 14
 
@@ -112,6 +115,22 @@ def state_of(module: nn.Module) -> tuple[bool, bool] | None:
         return None
     weight = own["_parameters"].get("weight")
     return own["training"], weight is not None and weight.requires_grad
+
+
+def of_changed_view(module: nn.Module | None, tensor: Tensor) -> Save | None:
+    """The save of a layer that has changed a view in place, as ReLU does with what an instance norm made.
+
+    The layer's node is then inside of another one, through which no path leads [5].
+    """
+    if module is None or tensor._base is None or type(module) not in _IN_PLACE:
+        return None
+    above = tensor.grad_fn.next_functions if tensor.grad_fn is not None else ()
+    if not module.inplace or state_of(module) is None or not above or type(above[0][0]).__name__ != "CopySlices":
+        return None
+    op = _IN_PLACE[type(module)]
+    row = needs.TABLE[op]
+    assert isinstance(row, Mapping), "what they save is read alike, whatever they are told"
+    return Save(needs.snake(op), "result", row["result"])
 
 
 def has_state(module: nn.Module) -> bool:

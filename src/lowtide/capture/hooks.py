@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lowtide.capture import graph, identity, makers, needs, pairs
 from lowtide.capture.agreement import Agreement
-from lowtide.capture.habits import Habit, Habits, Save, has_state, site_of, state_of
+from lowtide.capture.habits import Habit, Habits, Save, has_state, of_changed_view, site_of, state_of
 from lowtide.capture.handles import Alias, Deduplicator, Entry, Extent, Handle, Passed, Recast, extent_of
 from lowtide.capture.scopes import Region, Scope, Scopes
 from lowtide.capture.sharding import Sharding
@@ -187,6 +187,7 @@ class Capture:
         scope.saved_in[handle.call_path] = number + 1
         handle.habit = self._habits.key(module, handle.call_path, number, handle.spec, handle.is_leaf)
         known = self._habits.recall(handle.habit) if self._habits.is_trusted and self.on_named is None else None
+        known = known or of_changed_view(module, tensor)
         if known is None:
             scope.wait_for(handle.number, weakref.ref(handle))
             return

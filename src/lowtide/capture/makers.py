@@ -222,7 +222,7 @@ def make(
     formula: Formula, sources: Sequence[Handle], parts: Sequence[Owned], tensor: Tensor, *, sharded: bool = False
 ) -> Maker | None:
     """The maker of ``tensor``, by a formula and what it reads; None where values would lie in another order."""
-    if tensor._version or not tensor.is_contiguous() or not _fits(formula, [each.spec for each in sources], tensor):
+    if tensor._version or not _fits(formula, [each.spec for each in sources], tensor):
         return None
     if sharded:
         weights = [part for part in parts if type(part) is not Handle]
@@ -243,11 +243,20 @@ def _fits(formula: Formula, sources: Sequence[TensorSpec], tensor: Tensor) -> bo
     """Whether what it makes has as many values as the tensor, and in the same order: sources lie as the tensor does,
     value for value."""
     if formula.attention is not None:
-        return formula.attention.fits(sources, tensor)
-    return all(
-        source.numel == tensor.numel() and source.device == tensor.device and layout.is_contiguous(source)
-        for source in sources
-    )
+        return tensor.is_contiguous() and formula.attention.fits(sources, tensor)
+    if any(source.device != tensor.device for source in sources):
+        return False
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    if tensor.is_contiguous():
+        if formula.keeps_order:  # the halves of a gate come back packed, or are by the op
+            sources = [_packed(source) for source in sources]
+        return all(source.numel == tensor.numel() and layout.is_contiguous(source) for source in sources)
+    alike = all(source.shape == shape and source.stride == stride for source in sources)
+    return alike and formula.keeps_order and layout.is_dense(shape, stride)
+
+
+def _packed(spec: TensorSpec) -> TensorSpec:
+    return TensorSpec(spec.shape, layout.dense_stride(spec.shape, spec.stride), spec.dtype, spec.device)
 
 
 def _is_kept(part: Handle) -> bool:
@@ -398,6 +407,17 @@ def _norm(op: str, mean: str, inverse_std: str, shift: str) -> Reader:
     return read
 
 
+def _group_norm(walk: Walk, node: Any, most: int) -> Formula | None:
+    """Its shift is saved by nobody: it has to be a parameter that is trained, or it might as well be another tensor."""
+    source = walk.source(_saved(node, "input"))
+    parts = [walk.part(_saved(node, field)) for field in ("result1", "result2", "weight")]
+    bias = node.next_functions[2][0]
+    shift = walk.parameter(bias) if bias is not None else None
+    if source is None or shift is None or None in parts:
+        return None
+    return Formula("group_norm", (source,), parts=(*parts, shift.number))
+
+
 def _attention(walk: Walk, node: Any, most: int) -> Formula | None:
     saved, output = [_saved(node, field) for field in attend.FIELDS], _saved(node, "output")
     if not all(map(walk.is_source, saved)) or not (walk.is_source(output) or walk.is_part(output)):
@@ -468,6 +488,7 @@ _READERS: dict[str, Reader] = {
     "SiluBackward0": _function("silu"),
     "NativeLayerNormBackward0": _norm("layer_norm", "result1", "result2", "bias"),
     "FusedRmsNormBackward0": _norm("rms_norm", "", "result1", ""),
+    "NativeGroupNormBackward0": _group_norm,
     "MulBackward0": _product,
     **dict.fromkeys(attention.NODES, _attention),
 }

@@ -54,6 +54,7 @@ _STATISTIC = Need(Kind.EXACT, "statistic or factor that backward divides by or e
 _BROADCAST = Need(Kind.EXACT, "factor that is broadcast")
 _RECURRENT = Need(Kind.EXACT, "recurrent op: read together with its exact workspace")
 _COMPARED = Need(Kind.EXACT, "compared element by element in backward")
+_PLACES = Need(Kind.EXACT, "places between values")
 _TRAINED_WEIGHT = {"input": _LINEAR, "self": _LINEAR, "weight": _WEIGHT}
 _FROZEN_WEIGHT = {"input": _SHAPE_ONLY, "self": _SHAPE_ONLY, "weight": _WEIGHT}
 
@@ -196,6 +197,22 @@ def _vector_norm(node: Node, fields: Fields) -> Mapping[str, Need]:
     return {"self": _PRODUCT if getattr(node, "_saved_ord", None) == 2 else _COMPARED, "result": _STATISTIC}
 
 
+def _norm(node: Node, fields: Fields) -> Mapping[str, Need]:
+    """The older op, with the same gradient."""
+    return {"self": _PRODUCT if getattr(node, "_saved_p", None) == 2 else _COMPARED, "result": _STATISTIC}
+
+
+def _reduced_by_index(node: Node, fields: Fields) -> Mapping[str, Need]:
+    """Sums and means go back by their places; the largest and the smallest have to be found again."""
+    need = _SHAPE_ONLY if getattr(node, "_saved_reduce", None) in ("sum", "mean") else _COMPARED
+    return dict.fromkeys(("self", "src", "source", "result"), need)
+
+
+def _grid_sampler(node: Node, fields: Fields) -> Mapping[str, Need]:
+    """What was sampled serves the gradient of the places alone, as differences of neighbours."""
+    return {"input": _PRODUCT if _requires_grad(node, 1) else _SHAPE_ONLY, "grid": _PLACES}
+
+
 def _threshold(node: Node, fields: Fields) -> Mapping[str, Need]:
     limit = float(node._saved_threshold)  # type: ignore[attr-defined]
     return {"self": _mask("not_le", (limit,), (-math.inf, math.inf), "side of the threshold only")}
@@ -264,7 +281,10 @@ TABLE: dict[str, Reader | Mapping[str, Need]] = {
     **_rows("MaxPool2DWithIndices MaxPool3DWithIndices", _max_pool),
     **_rows("AdaptiveMaxPool2D AdaptiveMaxPool3D FractionalMaxPool2D FractionalMaxPool3D", _POOL_BY_PLANE),
     **_rows("AvgPool2D AvgPool3D AdaptiveAvgPool2D AdaptiveAvgPool3D", {"self": _SHAPE_ONLY}),
-    **_rows("NllLoss NllLoss2D Gather MaskedSelect", {"self": _SHAPE_ONLY}),
+    **_rows("NllLoss NllLoss2D Gather MaskedSelect Take FftR2C", {"self": _SHAPE_ONLY}),
+    **_rows("IndexAdd IndexCopy", {"source": _SHAPE_ONLY}),
+    **_rows("ScatterReduce IndexReduce", _reduced_by_index),
+    "Complex": {"real": _SHAPE_ONLY, "imag": _SHAPE_ONLY},
     **_rows("ReflectionPad1D ReflectionPad2D ReflectionPad3D", {"self": _SHAPE_ONLY}),
     **_rows("ReplicationPad1D ReplicationPad2D ReplicationPad3D", {"self": _SHAPE_ONLY}),
     **_rows("Gelu Silu Mish Softplus Hardswish Glu Erf Sin Cos", {"self": _POINTWISE}),
@@ -272,16 +292,18 @@ TABLE: dict[str, Reader | Mapping[str, Need]] = {
     "LogSigmoid": {"self": _POINTWISE, "buffer": _POINTWISE},
     **_rows("Tanh Sigmoid Softmax SafeSoftmax", {"result": _POINTWISE}),
     "LogSoftmax": {"result": _LOG_PROBABILITY},
-    "Mul": _mul,
+    **_rows("Mul Addcmul Lerp", _mul),
     "Div": {"self": _PRODUCT, "other": _STATISTIC},
     "Pow": _pow,
     "Exp": {"result": _PRODUCT},
-    **_rows("Var VarMean", {"self": _PRODUCT}),
+    **_rows("Var VarMean Std StdMean", {"self": _PRODUCT}),
     "MseLoss": {"self": _PRODUCT, "target": _PRODUCT},
     "LinalgVectorNorm": _vector_norm,
+    "Norm": _norm,
+    **_rows("GridSampler2D GridSampler3D CudnnGridSampler", _grid_sampler),
     **_rows("Sqrt Rsqrt Reciprocal", {"result": _STATISTIC}),
     **_rows("Maximum Minimum", {"self": _COMPARED, "other": _COMPARED}),
     **_rows("Amax Amin Max Min", {"self": _COMPARED, "result": _COMPARED}),
-    "PreluKernel": {"self": Need(Kind.EXACT, "sign and value both count near zero"), "weight": _WEIGHT},
+    "PreluKernel": {"self": _POINTWISE, "weight": _WEIGHT},
     **_rows("CudnnRnn MiopenRnn MkldnnRnnLayer ThnnFusedLstmCell ThnnFusedGruCell", _recurrent),
 }

@@ -3,9 +3,9 @@
 Backward multiplies gY with a slope that is computed from the saved value: f'(x), or the same in terms of y = f(x). An
 error of variance v in that value adds v * |gY|^2 * (the mean square of the slope's own derivative, by what was saved).
 
-Where the slope jumps (SELU at zero, hardswish at three), it has no derivative. There, and where it has but nobody needs
-to know its formula, torch's own backward gives slopes, and a difference of them takes the derivative's place. A jump
-counts as it does under a bound of three times that distance.
+Where the slope jumps (SELU and PReLU at zero, hardswish at three), it has no derivative. There, and where it has but
+nobody needs to know its formula, torch's own backward gives slopes, and a difference of them takes the derivative's
+place. A jump counts as it does under a bound of three times that distance.
 """
 
 from __future__ import annotations
@@ -88,6 +88,13 @@ def _celu(*, is_result: bool) -> Curvature:
     return _by_difference(slope)
 
 
+def _prelu(node: Any, x: Tensor) -> Tensor:
+    """The slope on the one side is 1; that on the other, on average over channels, makes for the same jumps."""
+    weight = node._saved_weight
+    jump = (1 - weight.to(working(weight))).square().mean().sqrt()
+    return torch.where(x > 0, 1, 1 - jump.to(x.dtype))
+
+
 # By what was saved.
 _CURVATURES: dict[tuple[str, str], Curvature] = {
     ("gelu", "self"): _gelu,
@@ -103,6 +110,7 @@ _CURVATURES: dict[tuple[str, str], Curvature] = {
     ("pow", "self"): _power,
     ("mish", "self"): _by_difference(lambda _, x: torch.ops.aten.mish_backward(torch.ones_like(x), x)),
     ("hardswish", "self"): _by_difference(lambda _, x: torch.ops.aten.hardswish_backward(torch.ones_like(x), x)),
+    ("prelu_kernel", "self"): _by_difference(_prelu),
     ("elu", "self"): _elu(is_result=False),
     ("elu", "result"): _elu(is_result=True),
     ("celu", "self"): _celu(is_result=False),

@@ -60,6 +60,24 @@ class Traced:
         return TensorSpec(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
 
 
+class _Input(NamedTuple):
+    """A parameter that no op saves, as the graph is given it."""
+
+    tensor: Tensor
+
+
+class _Walk(makers.Walk):
+    """As through a graph that eager autograd has made, but that parameters are inputs."""
+
+    def __init__(self, inputs: Mapping[Any, Tensor]) -> None:
+        super().__init__(_is_traced, lambda data: type(data) in (Traced, _Input), _is_intact)
+        self._inputs = inputs
+
+    def leaf(self, node: Any, dtype: torch.dtype | None) -> _Input | None:
+        tensor = self._inputs.get(node) if dtype is None else None
+        return None if tensor is None else _Input(tensor.detach())
+
+
 class Tracer:
     """The saves of one graph. ``root``: the module whose forward it is."""
 
@@ -134,7 +152,7 @@ class Tracer:
     def _made(self, tensor: Tensor) -> Made | None:
         """Of what a tensor can be made again, or with what it may share a payload [18]."""
         if self._desk.remakes:
-            walk = makers.Walk(_is_traced, _is_traced, _is_intact)
+            walk = _Walk(self._inputs)
             formula = walk.behind(tensor.grad_fn)
             if formula is not None:
                 sources = tuple(source.number for source in walk.sources)

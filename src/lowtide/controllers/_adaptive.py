@@ -97,21 +97,27 @@ class Adaptive(ABC):
         if self._asked is None or self._asked >= number:
             return moved
         self._asked = None
-        if statistics is None or not statistics.sites:
+        beyond: set[str] = set()  # tensors that have to be exact
+        if statistics is not None:
+            beyond = {site.source or name for name, site in statistics.sites.items() if site.overflows}
+            sites = {name: site for name, site in statistics.sites.items() if not site.overflows}
+            statistics = dataclasses.replace(statistics, sites=sites)
+        if statistics is None or not (statistics.sites or beyond):
             self._retry = True  # nothing was trained in that step
         elif not statistics.is_finite:
             self._retry = True
             if not statistics.is_skipped:
                 moved |= self._safety.alarm("gradients are not finite", number + 1)
         else:
-            moved |= self._learn(statistics, ledger, number + 1)
+            moved |= self._learn(statistics, beyond, ledger, number + 1)
         return moved
 
-    def _learn(self, statistics: Statistics, ledger: Ledger, step: int) -> bool:
+    def _learn(self, statistics: Statistics, beyond: Iterable[str], ledger: Ledger, step: int) -> bool:
         ours = {name: site for name, site in statistics.sites.items() if (site.saved or name) in self._ours}
         statistics = dataclasses.replace(statistics, sites=ours)
         retreated = self._take_note(self._without_noise(statistics), ledger, step)
         new = with_stand_ins(self._update(statistics, ledger), statistics.sites.values())
+        new.update(dict.fromkeys(beyond, Keep("what an error in it does to gradients is too large for a number")))
         moved = any(self._rules.get(name) != rule for name, rule in new.items())
         self._rules = {**self._rules, **new}
         return moved or retreated

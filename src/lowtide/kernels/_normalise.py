@@ -40,6 +40,25 @@ def rows(
     return made.to(dtype).view(x.shape)
 
 
+def groups(x: Tensor, mean: Tensor, inverse_std: Tensor, weight: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same of groups of channels: ``x`` is (batch, channels, ...), dense, ``mean`` is (batch, groups).
+
+    Lies in memory as ``x`` does. x * (inverse_std * weight) + (bias - mean * inverse_std * weight), in one pass.
+    """
+    batch, channels = x.shape[:2]
+    wide, groups = torch.promote_types(x.dtype, torch.float32), mean.numel() // max(batch, 1)
+    means, scales = (
+        part.to(wide).view(batch, groups, 1).expand(-1, -1, channels // groups).reshape(batch, channels)
+        for part in (mean, inverse_std)
+    )
+    scales = scales * weight.to(wide)
+    shifts = bias.to(wide) - means * scales
+    per_channel = (batch, channels, *[1] * (x.dim() - 2))
+    made = torch.empty_like(x, dtype=wide)
+    torch.addcmul(shifts.view(per_channel), x.to(wide), scales.view(per_channel), out=made)
+    return made.to(dtype)
+
+
 def _is_for_triton(x: Tensor, dtype: torch.dtype) -> bool:
     on_device = x.is_cuda or kernels.interpreted()
     fits = 0 < x.shape[1] <= _LONGEST and x.dtype in _DTYPES and dtype in _DTYPES
