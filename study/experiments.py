@@ -130,7 +130,7 @@ class Experiment:
 
 
 def merge(variants: Iterable[Variant]) -> list[Variant]:
-    """Variants that are the same, as ``budget`` and ``budget(noise=0.01)`` while that is the default, become one."""
+    """Variants that are the same, as ``budget`` and ``budget(noise=0.03)`` while that is the default, become one."""
     found: dict[tuple[str, str], Variant] = {}
     for variant in variants:
         key = variant.name, variant.written_options
