@@ -109,6 +109,8 @@ class Collector:
             for probe in probes:
                 self._find_weight(node, probe, [record for record, _ in parts])
             if wish.flow:
+                if weight is None and edge is not None and self._flow.goes_on(site.name, node.next_functions[edge][0]):
+                    probes = [dataclasses.replace(p, kind=PROPAGATED) if p.kind == WEIGHT else p for p in probes]
                 self._flow.add(site.name, node, [probe.edge for probe in probes if probe.kind == PROPAGATED])
             self._remember(Producer.of(site, node, x))
             is_checked = site.name in wish.checks and len(parts) == 1
