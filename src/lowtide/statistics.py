@@ -16,6 +16,7 @@ WEIGHT = "weight"  # the gradient of a parameter: noise ends there
 SCALE = "scale"  # the same for the scale of a norm
 BELOW = "below"  # the gradient of the weight whose output a batch norm reads
 PROPAGATED = "propagated"  # the gradient that goes on to the layers below
+STEPS = tuple(2.0**-octave for octave in range(3, 22))  # bounds of probabilities
 KINDS = (WEIGHT, SCALE, BELOW, PROPAGATED)
 
 
@@ -83,6 +84,8 @@ class SiteStatistics:
     mean magnitude of the momentum, whose entries have the scale of a gradient. ``error`` is the measured variance of a
     stored value's error, from a check of this site. ``governed`` is the share of values whose errors follow from the
     bound of this site: those of a tensor that shares a payload with another one follow in part from the other's.
+    ``curve`` is there for probabilities, whose roundings depend on how large they are: the variance of their error
+    under each of ``STEPS``, in the unit that the claim's sensitivity takes, that under the first one.
     """
 
     site: str
@@ -108,6 +111,7 @@ class SiteStatistics:
     error: float | None = None
     governed: float = 1.0
     slope: float = 1.0
+    curve: tuple[float, ...] = ()
     channels: Mapping[str, list[float]] = field(default_factory=dict)
 
     def claim(self, kind: str) -> Claim | None:
@@ -175,6 +179,6 @@ class Statistics:
         sites = {}
         for item in state["sites"]:
             claims = tuple(Claim(**claim) for claim in item["claims"])
-            sites[item["site"]] = SiteStatistics(**{**item, "claims": claims})
+            sites[item["site"]] = SiteStatistics(**{**item, "claims": claims, "curve": tuple(item.get("curve", ()))})
         arrivals = tuple(Arrival(**item) for item in state.get("arrivals", ()))
         return cls(state["step"], sites, state["loss"], state["is_skipped"], arrivals)

@@ -144,7 +144,7 @@ class Adaptive(ABC):
     def _error(self, site: SiteStatistics) -> float | None:
         """The variance of a stored value's error; None if the site has retreated, or its bound is not one number."""
         value = self.value_at(site) if self._safety.holds(site.site) is None else None
-        return None if value is None else _levels.variance(value, site.dtype)
+        return None if value is None else _levels.variance(value, site.dtype, site.curve)
 
     def _take_note(self, statistics: Statistics, ledger: Ledger, step: int) -> bool:
         """Predict the noise of the bounds that were in force; hold the checked sites to it. Whether one retreats."""

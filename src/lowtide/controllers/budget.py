@@ -31,6 +31,7 @@ __all__ = ["Budget"]
 _ASSUMED = 0.1  # std: where no sensitivity is known, a bound that is taken to stay within the share at noise = 0.01
 _ASSUMED_ATTENTION = 0.05  # the same where errors are exponents: those of scores as large as 6 stay below 0.4
 _PROBABILITY = 1 / 32  # of the noise: the largest error of a probability, and a limit of a row's added variance
+_FINEST_PROBABILITY = 2.0**-16  # below, too many of them are too many steps from zero to have a code
 _NORMAL = 0.01
 _OF_ATTENTION = 1 / 16  # of the noise, for each of the four tensors that attention saves
 _STRIDE = 2.0  # the most by which a bound grows at an update
@@ -62,6 +63,9 @@ class Budget(Adaptive):
     multiples of the standard deviation: ``warm_up`` ("0.1 std", with ``memory`` "0.4 std"), and 0.1 std (attention of a
     kind that is not known: 0.05 std) times sqrt(noise / 0.01). Nothing is held exactly just because it is new, so that
     memory has no spike at the start.
+
+    Log-probabilities have a bound of noise / 32 on probabilities from the first step on, or the finer one that is
+    measured.
 
     A bound is the nearest power of 2^(1/4), or the one before while that is less than a level away. Where the last
     statistics ask for a finer one it is taken at once, since they are of the gradients that come; a coarser one is
@@ -213,6 +217,8 @@ class Budget(Adaptive):
         ``parts``: of the shares of weights that several sites feed, which count only if they are in there.
         """
         first = group[0]
+        if first.family == "log_probability":  # at most what is assumed from the first step on
+            return _levels.variance(self._assumed(first.family).value, first.dtype, first.curve)
         most = _levels.MOST if first.governed == 1 else _levels.MOST_OF_SOME
         limits = [_levels.variance(most * (1.0 if first.unit == "std" else first.std or 0.0), first.dtype)]
         for site in group:
@@ -232,7 +238,7 @@ class Budget(Adaptive):
 
     def _rule(self, site: SiteStatistics, limit: float) -> BoundRule | Keep | None:
         """The bound for errors of variance ``limit``: a finer one at once, a coarser one step by step."""
-        target = _levels.bound_for(limit, site.dtype)
+        target = _levels.bound_for(limit, site.dtype, site.curve)
         if target <= 0:
             return None
         before = self._targets.get(site.site, target)
@@ -244,7 +250,8 @@ class Budget(Adaptive):
             target = min(target, _STRIDE * now)
         value = _levels.settle(target, now if is_level else None)
         scale = 1.0 if site.unit == "std" else site.std or 0.0
-        if value < _levels.finest(site.dtype) * scale:
+        finest = _FINEST_PROBABILITY if site.unit == "probability" else _levels.finest(site.dtype) * scale
+        if value < finest:
             return Keep(f"its share of noise asks for a bound too fine to save memory ({value:.2g})")
         return BoundRule(value, site.unit)
 
