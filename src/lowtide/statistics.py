@@ -118,6 +118,11 @@ class SiteStatistics:
         return next((claim for claim in self.claims if claim.kind == kind), None)
 
     @property
+    def stored_by(self) -> str:
+        """The op that saved the tensor that is stored."""
+        return (self.source or self.site).rpartition(":")[2].partition(".")[0]
+
+    @property
     def is_finite(self) -> bool:
         numbers = [self.gradient, self.stepped, self.momentum, self.peak, self.std]
         numbers += [number for claim in self.claims for number in (claim.sensitivity, claim.energy)]
@@ -126,12 +131,14 @@ class SiteStatistics:
     @property
     def overflows(self) -> bool:
         """Whether a sensitivity is too large for a number while all else is finite, as is that of what is divided by
-        next to nothing: gradients as they are say nothing of what an error would do to them."""
-        if not any(claim.sensitivity == math.inf for claim in self.claims):
+        next to nothing: gradients as they are say nothing of what an error would do to them. Or the spread is, as that
+        of exponentials may be, whose squares leave float32."""
+        is_wide = self.std is not None and not math.isfinite(self.std)
+        if not is_wide and not any(claim.sensitivity == math.inf for claim in self.claims):
             return False
         numbers = [0.0 if claim.sensitivity == math.inf else claim.sensitivity for claim in self.claims]
         claims = [replace(claim, sensitivity=n) for claim, n in zip(self.claims, numbers, strict=True)]
-        return replace(self, claims=tuple(claims)).is_finite
+        return replace(self, claims=tuple(claims), std=None).is_finite
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,10 @@ _PROBABILITY = 1 / 32  # of the noise: the largest error of a probability, and a
 _FINEST_PROBABILITY = 2.0**-16  # below, too many of them are too many steps from zero to have a code
 _NORMAL = 0.01
 _OF_ATTENTION = 1 / 16  # of the noise, for each of the four tensors that attention saves
+# Ops whose gradient is divided by what may be next to nothing (quotients, norms, standard deviations; exponentials by
+# their sum), or may be next to nothing itself (squared errors): no multiple of the spread of what they read is safe.
+_BY_NEXT_TO_NOTHING = frozenset(("div", "linalg_vector_norm", "norm", "std", "std_mean", "exp", "mse_loss"))
+_NOT_YET = Keep("not measured yet: what an error does may be divided by next to nothing")
 _STRIDE = 2.0  # the most by which a bound grows at an update
 _UNKNOWN_BELOW = 0.3  # of the share of a batch norm's scale, where the layer below is not known
 
@@ -62,7 +66,8 @@ class Budget(Adaptive):
     and then every ``period``. Until a site was measured, and where no formula is known for an op, bounds are cautious
     multiples of the standard deviation: ``warm_up`` ("0.1 std", with ``memory`` "0.4 std"), and 0.1 std (attention of a
     kind that is not known: 0.05 std) times sqrt(noise / 0.01). Nothing is held exactly just because it is new, so that
-    memory has no spike at the start.
+    memory has no spike at the start, but for what quotients, norms, standard deviations, exponentials and squared
+    errors read: no bound is cautious there. If ``warm_up`` is given it is for these, too.
 
     Log-probabilities have a bound of noise / 32 on probabilities from the first step on, or the finer one that is
     measured.
@@ -108,7 +113,9 @@ class Budget(Adaptive):
     def _wish(self) -> Wish:
         return Wish(noise=True, spread=True, flow=self.flow and self.memory is None)
 
-    def _start(self, family: str) -> BoundRule:
+    def _start(self, op: str, family: str) -> BoundRule | Keep:
+        if op in _BY_NEXT_TO_NOTHING and self.warm_up is None:
+            return _NOT_YET
         return self._assumed(family) if family == "log_probability" else self._first
 
     def _share(self, claim: Claim) -> float | None:
@@ -123,7 +130,7 @@ class Budget(Adaptive):
         if self._memory is None or self._last is None or self._safety.is_holding:
             return moved
         sites = self._last.sites.values()
-        rules = {site.site: self._rules.get(site.site) or self._start(site.family) for site in sites}
+        rules = {site.site: self._rules.get(site.site) or self._start(site.stored_by, site.family) for site in sites}
         new = self._memory.fit(ledger, rules, number)
         self._rules.update(with_stand_ins(new, sites))
         if self._memory.is_met and not self._told:
