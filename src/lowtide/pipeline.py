@@ -194,6 +194,12 @@ class Pipeline:
             need = handle.need = self._look_for_mask(handle.site, need, raw)
         return self.policy.decide(handle.site, need, handle.spec)
 
+    def has_bound(self, handle: Handle) -> bool:
+        """Whether a save that is named is held exactly, or under a bound."""
+        assert handle.site is not None and handle.need is not None
+        codec = self.policy.decide(handle.site, handle.need, handle.spec).codec
+        return codec is None or bool(getattr(codec, "takes_bound", False))
+
     def _look_for_mask(self, site: Site, need: Need, raw: Tensor) -> Need:
         """Dropout on the CPU multiplies by a float mask: zeros and one other value are a bit each, exactly."""
         if self._is_capturing and self.sites.may_be_mask(site):

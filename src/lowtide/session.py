@@ -97,7 +97,7 @@ class Session:
             self._scopes.regions = self._regions
         self._modules: list[nn.Module] = []
         self._is_detached = False
-        self._collector = Collector(optimizer)
+        self._collector = Collector(optimizer, pipeline.has_bound)
         self._tidiness = Tidiness()
         self._step_handle: Any = None
         self._warned_idle = False

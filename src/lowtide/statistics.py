@@ -16,6 +16,7 @@ WEIGHT = "weight"  # the gradient of a parameter: noise ends there
 SCALE = "scale"  # the same for the scale of a norm
 BELOW = "below"  # the gradient of the weight whose output a batch norm reads
 PROPAGATED = "propagated"  # the gradient that goes on to the layers below
+STEPS = tuple(2.0**-octave for octave in range(3, 22))  # bounds of probabilities
 KINDS = (WEIGHT, SCALE, BELOW, PROPAGATED)
 
 
@@ -83,6 +84,8 @@ class SiteStatistics:
     mean magnitude of the momentum, whose entries have the scale of a gradient. ``error`` is the measured variance of a
     stored value's error, from a check of this site. ``governed`` is the share of values whose errors follow from the
     bound of this site: those of a tensor that shares a payload with another one follow in part from the other's.
+    ``curve`` is there for probabilities, whose roundings depend on how large they are: the variance of their error
+    under each of ``STEPS``, in the unit that the claim's sensitivity takes, that under the first one.
     """
 
     site: str
@@ -108,10 +111,16 @@ class SiteStatistics:
     error: float | None = None
     governed: float = 1.0
     slope: float = 1.0
+    curve: tuple[float, ...] = ()
     channels: Mapping[str, list[float]] = field(default_factory=dict)
 
     def claim(self, kind: str) -> Claim | None:
         return next((claim for claim in self.claims if claim.kind == kind), None)
+
+    @property
+    def stored_by(self) -> str:
+        """The op that saved the tensor that is stored."""
+        return (self.source or self.site).rpartition(":")[2].partition(".")[0]
 
     @property
     def is_finite(self) -> bool:
@@ -122,12 +131,14 @@ class SiteStatistics:
     @property
     def overflows(self) -> bool:
         """Whether a sensitivity is too large for a number while all else is finite, as is that of what is divided by
-        next to nothing: gradients as they are say nothing of what an error would do to them."""
-        if not any(claim.sensitivity == math.inf for claim in self.claims):
+        next to nothing: gradients as they are say nothing of what an error would do to them. Or the spread is, as that
+        of exponentials may be, whose squares leave float32."""
+        is_wide = self.std is not None and not math.isfinite(self.std)
+        if not is_wide and not any(claim.sensitivity == math.inf for claim in self.claims):
             return False
         numbers = [0.0 if claim.sensitivity == math.inf else claim.sensitivity for claim in self.claims]
         claims = [replace(claim, sensitivity=n) for claim, n in zip(self.claims, numbers, strict=True)]
-        return replace(self, claims=tuple(claims)).is_finite
+        return replace(self, claims=tuple(claims), std=None).is_finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +186,6 @@ class Statistics:
         sites = {}
         for item in state["sites"]:
             claims = tuple(Claim(**claim) for claim in item["claims"])
-            sites[item["site"]] = SiteStatistics(**{**item, "claims": claims})
+            sites[item["site"]] = SiteStatistics(**{**item, "claims": claims, "curve": tuple(item.get("curve", ()))})
         arrivals = tuple(Arrival(**item) for item in state.get("arrivals", ()))
         return cls(state["step"], sites, state["loss"], state["is_skipped"], arrivals)

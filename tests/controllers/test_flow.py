@@ -17,6 +17,7 @@ import lowtide
 from lowtide.capture.flow import Flow
 from lowtide.controllers._sharing import Limit, Part, divide, spread
 from lowtide.controllers.budget import Budget
+from lowtide.ledger import Ledger
 from lowtide.statistics import PROPAGATED, WEIGHT, Arrival, Claim, SiteStatistics, Statistics
 
 
@@ -172,15 +173,76 @@ def test_scales_are_told_from_weights() -> None:
     assert not stem.is_scale and "scale" not in stem.shares and 0 < stem.shares["input"] < 1
 
 
-def test_only_the_first_forward_of_a_step_counts() -> None:
+def test_of_forwards_with_a_backward_each_the_first_one_counts() -> None:
     model, flow = Residual(depth=1), Flow()
-    losses = [model(torch.randn(8, 48)).square().sum() for _ in range(2)]
-    for loss in losses:
+    counts = []
+    for _ in range(2):
+        loss = model(torch.randn(8, 48)).square().sum()
         flow.add("norm", nodes_of(loss.grad_fn, "NativeLayerNormBackward0")[0], [0])
-    losses[1].backward()
-    assert flow.finish()[0] == [], "of the second nothing is measured"
-    losses[0].backward()
-    assert flow.finish()[0]
+        loss.backward()
+        counts.append(len(flow.finish()[0]))
+    assert counts[0] == counts[1] > 0
+
+
+def test_forwards_that_meet_in_one_loss_all_count() -> None:
+    """What the loss adds arrives by both; it had been forgotten once a site came by for the second time."""
+    model, flow = Residual(depth=1), Flow()
+    first, second = (model(torch.randn(8, 48)) for _ in range(2))
+    for made in (first, second):
+        flow.add("norm", nodes_of(made.grad_fn, "NativeLayerNormBackward0")[0], [0])
+    loss = (first * second).sum()
+    flow.add("loss", nodes_of(loss.grad_fn, "MulBackward0")[-1], [0, 1])
+    loss.backward()
+    norms, read = flow.finish()
+    found = read([float(each) for each in norms])
+    assert found and all(arrival.shares["loss"] == pytest.approx(1.0) for arrival in found)
+    assert any(arrival.shares.get("norm", 0.0) > 0 for arrival in found)
+
+
+def test_noise_of_one_of_two_gradients_that_cancel_is_all_the_larger() -> None:
+    """A function with one saved tensor in a branch that takes back all but a twentieth of what the other one brings."""
+    torch.manual_seed(0)
+    stem, x = nn.Linear(48, 48), torch.randn(64, 48)
+    made = stem(x)
+    loss = (made - 0.95 * (made + 0.01 * torch.sin(made))).sum() + (0.001 * made.square()).sum()
+    branch, both = nodes_of(loss.grad_fn, "SinBackward0")[0], nodes_of(loss.grad_fn, "SubBackward0")[0]
+    found = arrivals(loss, {"branch": (branch, 0), "first": (both, 0)})
+    gradient = torch.autograd.grad(loss, made, retain_graph=True)[0]
+    alone = 0.95 * 0.01 * torch.cos(made.detach())
+    expected = float(alone.square().sum() / gradient.square().sum())
+    assert [each.shares["branch"] for each in found] == pytest.approx([expected] * 2, rel=0.05)
+    expected = float(made.numel() / gradient.square().sum())
+    assert expected > 50
+    assert [each.shares["first"] for each in found] == pytest.approx([expected] * 2, rel=0.05)
+
+
+def test_a_product_of_activations_goes_on_and_one_with_a_computed_weight_does_not() -> None:
+    class Similar(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.scale = nn.Linear(48, 48), nn.Parameter(torch.ones(48, 1))
+            self.weight = nn.Parameter(torch.randn(48, 48))
+
+        def forward(self, x: Tensor) -> Tensor:
+            made = self.stem(x).sin()
+            return (made @ made.flip(0).t()).sum() + (made @ (self.weight * self.scale)).sum()
+
+    model, kinds = Similar(), {}
+    update = Budget._update
+
+    def watched(self: Budget, statistics: Statistics, ledger: Ledger) -> Any:
+        kinds.update({name: [claim.kind for claim in site.claims] for name, site in statistics.sites.items()})
+        return update(self, statistics, ledger)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Budget, "_update", watched)
+        tide = lowtide.attach(model, "budget", min_size=0)
+        for _ in range(2):
+            model(torch.randn(64, 48)).backward()
+            tide.step()
+        tide.detach()
+    found = [kind for name, kind in kinds.items() if ":mm.self" in name]
+    assert sorted(found) == [[PROPAGATED], [WEIGHT]]
 
 
 def test_a_graph_is_not_kept_alive() -> None:

@@ -73,8 +73,10 @@ def _site(parts: Sequence[SiteStatistics]) -> SiteStatistics:
         for name in parts[0].channels
         if len({len(part.channels.get(name, ())) for part in parts}) == 1
     }
+    curves = [part.curve for part in parts if part.curve]
+    curve = tuple(sum(numbers) / len(curves) for numbers in zip(*curves, strict=True))
     numbers: dict[str, Any] = {name: _mean(getattr(part, name) for part in parts) for name in _NUMBERS}
-    return dataclasses.replace(parts[0], claims=tuple(_claims(parts)), channels=channels, **numbers)
+    return dataclasses.replace(parts[0], claims=tuple(_claims(parts)), curve=curve, channels=channels, **numbers)
 
 
 def _claims(parts: Sequence[SiteStatistics]) -> Iterator[Claim]:

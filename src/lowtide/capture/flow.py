@@ -21,7 +21,7 @@ from lowtide.capture.sums import norm
 from lowtide.statistics import Arrival
 
 _LEAF = "AccumulateGrad"
-_CANCELLED = 0.25  # of the sum of energies: gradients that meet are not taken to cancel further
+_CANCELLED = 0.25  # of the sum of energies: what gradients that meet have in common is not taken to cancel further
 _NOTHING = 1e-6  # shares of a share that are not worth a word
 
 Place = tuple[int, int]  # a node, and one of its edges; -1 for what arrives at it
@@ -37,16 +37,22 @@ class Flow:
         self._leaves: dict[int, list[tuple[int, bool]]] = {}  # edges that end in a parameter, and whether it is a scale
         self._noisy: dict[Place, list[str]] = {}
         self._sites: set[str] = set()
+        self._onward: dict[str, bool] = {}
+        self._nodes: set[int] = set()  # of sites
         self._norms: dict[Place, list[Tensor]] = {}
         self._unknown: set[Place] = set()  # whose gradients could not be looked at
-        self._is_over = False
+        self._has_run = False
 
     def add(self, site: str, node: Any, edges: Sequence[int]) -> None:
-        """``site`` adds noise to what ``node`` gives back along ``edges``. One forward of a step is enough."""
-        self._is_over = self._is_over or site in self._sites
-        if self._is_over:
+        """``site`` adds noise to what ``node`` gives back along ``edges``.
+
+        Of forwards with a backward each, one is enough. But all that ran before backward began may meet in one loss, as
+        the views of a contrastive one do.
+        """
+        if self._has_run and site in self._sites:
             return
         self._sites.add(site)
+        self._nodes.add(node._sequence_nr())
         for edge in edges:
             self._noisy.setdefault((node._sequence_nr(), edge), []).append(site)
         waiting = [node]
@@ -66,8 +72,28 @@ class Flow:
                     waiting.append(below)
             node.register_hook(_Watch(self, number))
 
+    def goes_on(self, site: str, node: Any) -> bool:
+        """Whether the gradient that ``site`` gives to ``node`` is that of an activation, and no computed weight's:
+        whether something that has a site lies between ``node`` and the parameters."""
+        if site not in self._onward:
+            self._onward[site] = self._is_above_a_site(node)
+        return self._onward[site]
+
+    def _is_above_a_site(self, node: Any) -> bool:
+        waiting, seen = [node], set()
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen or type(node).__name__ == _LEAF:
+                continue
+            if node._sequence_nr() in self._nodes:
+                return True
+            seen.add(node)
+            waiting += [below for below, _ in node.next_functions]
+        return False
+
     def measure(self, number: int, outgoing: Sequence[Tensor | None], arrived: Sequence[Tensor | None]) -> None:
         """A node has run: take the norms of what meets others, and of what ends in parameters."""
+        self._has_run = True
         edges = [edge for edge, below in self._below[number] if len(self._above[below]) > 1]
         edges += [edge for edge, _ in self._leaves.get(number, ())]
         for edge in edges:
@@ -121,11 +147,9 @@ def _arrivals(
     shares: dict[int, Shares] = {}
     numbers = {*above, *leaves, *(place[0] for places in above.values() for place in places)}
     for number in sorted(numbers, reverse=True):
-        parts = [
-            (weight, _given(shares.get(node, {}), noisy.get((node, edge), ())))
-            for weight, (node, edge) in _weights(number, above.get(number, ()), energies)
-        ]
-        shares[number] = parts[0][1] if len(parts) == 1 else _sum(parts)
+        places = above.get(number, ())
+        parts = [_given(shares.get(node, {}), noisy.get((node, edge), ())) for node, edge in places]
+        shares[number] = parts[0] if len(parts) == 1 else _meet(parts, *_weights(number, places, energies))
         for edge, is_scale in leaves.get(number, ()):
             energy = energies.get((number, edge))
             if energy is not None:
@@ -133,21 +157,23 @@ def _arrivals(
                 yield Arrival(_given(shares[number], noisy.get((number, edge), ())), known, is_scale)
 
 
-def _weights(number: int, places: Sequence[Place], energies: Mapping[Place, float]) -> Iterator[tuple[float, Place]]:
-    """Which part of the energy that arrives at a node each of those above it has brought.
+def _weights(number: int, places: Sequence[Place], energies: Mapping[Place, float]) -> tuple[list[float], float]:
+    """Which part of the energy that arrives at a node each of those above it has brought; and what these parts are to
+    be multiplied by for noise that all of them have in common.
 
     What gradients have in common counts once, whichever way it took; so where they add up to more than the sum of their
-    energies, that sum is the measure. Where an energy is not known, each counts as if it had brought everything.
+    energies, that sum is the measure. Where they cancel, noise that only one of them has does not, and is a larger
+    share of what is left. What they have in common may cancel as they do. Where an energy is not known, each counts as
+    if it had brought everything.
     """
     brought = [energies.get(place, 0.0) for place in places]
     total = sum(brought)
-    arrived = energies.get((number, -1), total)
-    if len(places) == 1 or not math.isfinite(total + arrived):
-        yield from ((1.0, place) for place in places)
-        return
-    whole = max(min(arrived, total), _CANCELLED * total)
-    for place, energy in zip(places, brought, strict=True):
-        yield (energy / whole if whole > 0 else 0.0), place
+    arrived = min(energies.get((number, -1), total), total)
+    if not math.isfinite(total + arrived):
+        return [1.0] * len(places), 1.0
+    if arrived <= 0:
+        return [0.0] * len(places), 1.0
+    return [energy / arrived for energy in brought], min(arrived / (_CANCELLED * total), 1.0)
 
 
 def _given(shares: Shares, sites: Sequence[str]) -> Shares:
@@ -155,12 +181,15 @@ def _given(shares: Shares, sites: Sequence[str]) -> Shares:
     return {**shares, **{site: shares.get(site, 0.0) + 1.0 for site in sites}} if sites else shares
 
 
-def _sum(parts: Sequence[tuple[float, Shares]]) -> Shares:
+def _meet(parts: Sequence[Shares], weights: Sequence[float], in_common: float) -> Shares:
+    """The shares that parts with these weights have together."""
     found: Shares = {}
-    for weight, shares in parts:
-        for site, share in shares.items():
-            if weight * share > _NOTHING:
-                found[site] = found.get(site, 0.0) + weight * share
+    for site in dict.fromkeys(site for part in parts for site in part):
+        each = [part.get(site, 0.0) for part in parts]
+        shared = min(each)
+        share = sum(weight * (own - shared + shared * in_common) for weight, own in zip(weights, each, strict=True))
+        if share > _NOTHING:
+            found[site] = share
     return found
 
 

@@ -46,8 +46,13 @@ _LAYERS = 2  # whose outputs no norm has read yet: two branches of a net may run
 class Collector:
     """Collects what a ``Wish`` names between ``begin`` and ``finish``; ``deliver`` hands it over one step later."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer | None, has_bound: Callable[[Handle], bool] = lambda _: True
+    ) -> None:
+        """``has_bound``: whether a save is held under a bound, or exactly, and not by a codec of a user's rule that
+        promises none. Of a tensor that is held so nothing is made again."""
         self._optimizer = optimizer
+        self._has_bound = has_bound
         self._momentum = Momentum(optimizer)
         self._under_way: tuple[Parcel, Callable[[list[list[float]]], Statistics]] | None = None
         self._arrived: Statistics | None = None
@@ -109,6 +114,8 @@ class Collector:
             for probe in probes:
                 self._find_weight(node, probe, [record for record, _ in parts])
             if wish.flow:
+                if weight is None and edge is not None and self._flow.goes_on(site.name, node.next_functions[edge][0]):
+                    probes = [dataclasses.replace(p, kind=PROPAGATED) if p.kind == WEIGHT else p for p in probes]
                 self._flow.add(site.name, node, [probe.edge for probe in probes if probe.kind == PROPAGATED])
             self._remember(Producer.of(site, node, x))
             is_checked = site.name in wish.checks and len(parts) == 1
@@ -125,7 +132,7 @@ class Collector:
         one for each of these. ``is_alone``: what attention made has its own in any case, since what it saved is
         measured together."""
         found = [] if is_alone else makers.origins(handle)
-        if not found or any(origin.handle.site is None for origin in found):
+        if not found or any(origin.handle.site is None or not self._has_bound(origin.handle) for origin in found):
             return [(self._record(node, handle, handle, x, ""), None)]  # or its input is nobody's to store: no error
         parts: list[Part] = []
         for number, origin in enumerate(found, 1):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide.statistics import KINDS, Claim, SiteStatistics, Statistics
+from lowtide.statistics import KINDS, PROPAGATED, Claim, SiteStatistics, Statistics
 
 # Averaged over the forwards of a step; everything else is summed.
 _MEANS = frozenset(
@@ -89,10 +89,12 @@ def _site(known: Known, parts: dict[str, list[float]]) -> SiteStatistics:
         for kind in KINDS
         if f"sensitivity.{kind}" in numbers and f"energy.{kind}" in numbers
     )
+    added = parts.get(f"sensitivity.{PROPAGATED}", [])
+    curve = tuple(each / added[0] for each in added) if len(added) > 1 and added[0] > 0 else ()
     plain = ("gradient", "peak", "stepped", "momentum", "error", "governed", "slope")
     found: dict[str, Any] = {name: numbers[name] for name in plain if name in numbers}
     if "nonzero" in numbers:
         count = max(numbers["nonzero"], 1e-30)
         found["nonzero"] = numbers["nonzero"] / max(known.sampled, 1)
         found["std"] = max(numbers["root"] / count - (numbers["sum"] / count) ** 2, 0.0) ** 0.5
-    return SiteStatistics(**known.facts, claims=claims, channels=channels, **found)
+    return SiteStatistics(**known.facts, claims=claims, curve=curve, channels=channels, **found)

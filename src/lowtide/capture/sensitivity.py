@@ -17,6 +17,7 @@ first order. gY is the gradient that arrives, gX the one that goes on.
 | pointwise f | input | mean f''(x)^2 * |gY|^2 (``pointwise.py``) |
 | product, quotient, variance, norm | other factor, or input | ``products.py`` |
 | attention, softmax | inputs | ``attention.py`` |
+| log-softmax | input | ``log_probabilities.py``: for several bounds, since it is not linear in the variance |
 
 Bounds of norm inputs are multiples of the spread 1 / r of each channel or row, and so is e in their rows: r drops out.
 Where a norm's input is made again from another tensor, e is of one size all over it, and r^2 stays in each sum.
@@ -38,6 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowtide.capture import attention, pointwise, products
+from lowtide.capture.log_probabilities import measure_log_softmax
 from lowtide.capture.producer import ROWS, Producer
 from lowtide.capture.sums import Arrived, count_nonzero, square, working
 from lowtide.records import Site
@@ -50,7 +52,8 @@ _FEW_CHANNELS = 8  # in a group: counting non-zeros window by window would need 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One gradient to watch: that of input ``edge`` of the node. ``measure(grad_inputs, gY)`` gives S.
+    """One gradient to watch: that of input ``edge`` of the node. ``measure(grad_inputs, gY)`` gives S; of
+    log-probabilities the added variance under each of ``STEPS``.
 
     ``weight`` is given where the gradient that counts is that of a parameter farther down, ``reads`` are edges whose
     gradients the formula takes beside.
@@ -102,6 +105,8 @@ def probes(
         return [] if measure is None else [Probe(PROPAGATED, attention.edge_of(node), measure)]
     if op in ("softmax", "safe_softmax") and field == "result":
         return [Probe(PROPAGATED, 0, attention.measure_softmax(node, x))]
+    if (op, field) == ("log_softmax", "result"):
+        return [Probe(PROPAGATED, 0, measure_log_softmax(node, x))]
     if family == "product":
         found = products.measure_product(op, field, node, x)
         return [] if found is None else [Probe(PROPAGATED, *found)]
@@ -113,6 +118,8 @@ def probes(
 
 def unit_of(op: str) -> str:
     """The unit of bounds for what ``op`` saves."""
+    if op == "log_softmax":
+        return "probability"
     return "std" if op in _NORMS else "absolute"
 
 

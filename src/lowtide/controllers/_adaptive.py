@@ -59,8 +59,8 @@ class Adaptive(ABC):
         """What is measured then."""
 
     @abstractmethod
-    def _start(self, family: str) -> BoundSource | Keep:
-        """The bound of a site of which nothing is known yet."""
+    def _start(self, op: str, family: str) -> BoundSource | Keep:
+        """The bound of a site of which nothing is known yet; ``op`` is the one that saved the tensor."""
 
     @abstractmethod
     def _update(self, statistics: Statistics, ledger: Ledger) -> Mapping[str, BoundSource | Keep]:
@@ -78,7 +78,7 @@ class Adaptive(ABC):
         if held is not None:
             return held
         rule = self._rules.get(site.name)
-        return rule if rule is not None else self._start(need.family)
+        return rule if rule is not None else self._start(site.op, need.family)
 
     def wants(self, step: int) -> Wish | None:
         if self._asked is None and (self._retry or self._is_due(step)):
@@ -144,7 +144,7 @@ class Adaptive(ABC):
     def _error(self, site: SiteStatistics) -> float | None:
         """The variance of a stored value's error; None if the site has retreated, or its bound is not one number."""
         value = self.value_at(site) if self._safety.holds(site.site) is None else None
-        return None if value is None else _levels.variance(value, site.dtype)
+        return None if value is None else _levels.variance(value, site.dtype, site.curve)
 
     def _take_note(self, statistics: Statistics, ledger: Ledger, step: int) -> bool:
         """Predict the noise of the bounds that were in force; hold the checked sites to it. Whether one retreats."""
@@ -179,7 +179,7 @@ class Adaptive(ABC):
 
         For a tensor that is made again, that of the stored one.
         """
-        rule = self._rules.get(site.source or site.site) or self._start(site.family)
+        rule = self._rules.get(site.source or site.site) or self._start(site.stored_by, site.family)
         return in_unit(rule, site) if isinstance(rule, BoundRule) else None
 
     def noise_by_site(self) -> dict[str, Noise]:

@@ -93,7 +93,7 @@ class Memory:
         total = 0.0
         for site in self._sites.values():
             ratio = _ratio(rules.get(site.source or site.site), site)
-            if ratio is not None and site.claims:
+            if ratio is not None and site.claims and site.family != "log_probability":
                 total += self._cost([site]) * ratio**2 / 3
         return total
 

@@ -81,8 +81,7 @@ def by_tensor(sites: Iterable[SiteStatistics]) -> list[list[SiteStatistics]]:
     """
     groups: dict[tuple[str, str], list[SiteStatistics]] = {}
     for site in sites:
-        op = (site.source or site.site).rpartition(":")[2].partition(".")[0]
-        key = (site.leader, "" if site.unit == "absolute" else op)
+        key = (site.leader, "" if site.unit == "absolute" else site.stored_by)
         if site.family == "log_probability":
             key = (site.site, site.family)
         groups.setdefault(key, []).append(site)

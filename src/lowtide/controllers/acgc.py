@@ -92,7 +92,7 @@ class Acgc(Adaptive):
     def _wish(self) -> Wish:
         return Wish(noise=True, spread=True, channels=self.form != "statistical")
 
-    def _start(self, family: str) -> BoundSource | Keep:
+    def _start(self, op: str, family: str) -> BoundSource | Keep:
         return self._others if family not in ("linear", "norm") else _NOT_YET
 
     def _share(self, claim: Claim) -> float | None:

@@ -31,8 +31,13 @@ __all__ = ["Budget"]
 _ASSUMED = 0.1  # std: where no sensitivity is known, a bound that is taken to stay within the share at noise = 0.01
 _ASSUMED_ATTENTION = 0.05  # the same where errors are exponents: those of scores as large as 6 stay below 0.4
 _PROBABILITY = 1 / 32  # of the noise: the largest error of a probability, and a limit of a row's added variance
+_FINEST_PROBABILITY = 2.0**-16  # below, too many of them are too many steps from zero to have a code
 _NORMAL = 0.01
 _OF_ATTENTION = 1 / 16  # of the noise, for each of the four tensors that attention saves
+# Ops whose gradient is divided by what may be next to nothing (quotients, norms, standard deviations; exponentials by
+# their sum), or may be next to nothing itself (squared errors): no multiple of the spread of what they read is safe.
+_BY_NEXT_TO_NOTHING = frozenset(("div", "linalg_vector_norm", "norm", "std", "std_mean", "exp", "mse_loss"))
+_NOT_YET = Keep("not measured yet: what an error does may be divided by next to nothing")
 _STRIDE = 2.0  # the most by which a bound grows at an update
 _UNKNOWN_BELOW = 0.3  # of the share of a batch norm's scale, where the layer below is not known
 
@@ -61,7 +66,11 @@ class Budget(Adaptive):
     and then every ``period``. Until a site was measured, and where no formula is known for an op, bounds are cautious
     multiples of the standard deviation: ``warm_up`` ("0.1 std", with ``memory`` "0.4 std"), and 0.1 std (attention of a
     kind that is not known: 0.05 std) times sqrt(noise / 0.01). Nothing is held exactly just because it is new, so that
-    memory has no spike at the start.
+    memory has no spike at the start, but for what quotients, norms, standard deviations, exponentials and squared
+    errors read: no bound is cautious there. If ``warm_up`` is given it is for these, too.
+
+    Log-probabilities have a bound of noise / 32 on probabilities from the first step on, or the finer one that is
+    measured.
 
     A bound is the nearest power of 2^(1/4), or the one before while that is less than a level away. Where the last
     statistics ask for a finer one it is taken at once, since they are of the gradients that come; a coarser one is
@@ -104,7 +113,9 @@ class Budget(Adaptive):
     def _wish(self) -> Wish:
         return Wish(noise=True, spread=True, flow=self.flow and self.memory is None)
 
-    def _start(self, family: str) -> BoundRule:
+    def _start(self, op: str, family: str) -> BoundRule | Keep:
+        if op in _BY_NEXT_TO_NOTHING and self.warm_up is None:
+            return _NOT_YET
         return self._assumed(family) if family == "log_probability" else self._first
 
     def _share(self, claim: Claim) -> float | None:
@@ -119,7 +130,7 @@ class Budget(Adaptive):
         if self._memory is None or self._last is None or self._safety.is_holding:
             return moved
         sites = self._last.sites.values()
-        rules = {site.site: self._rules.get(site.site) or self._start(site.family) for site in sites}
+        rules = {site.site: self._rules.get(site.site) or self._start(site.stored_by, site.family) for site in sites}
         new = self._memory.fit(ledger, rules, number)
         self._rules.update(with_stand_ins(new, sites))
         if self._memory.is_met and not self._told:
@@ -213,6 +224,8 @@ class Budget(Adaptive):
         ``parts``: of the shares of weights that several sites feed, which count only if they are in there.
         """
         first = group[0]
+        if first.family == "log_probability":  # at most what is assumed from the first step on
+            return _levels.variance(self._assumed(first.family).value, first.dtype, first.curve)
         most = _levels.MOST if first.governed == 1 else _levels.MOST_OF_SOME
         limits = [_levels.variance(most * (1.0 if first.unit == "std" else first.std or 0.0), first.dtype)]
         for site in group:
@@ -232,7 +245,7 @@ class Budget(Adaptive):
 
     def _rule(self, site: SiteStatistics, limit: float) -> BoundRule | Keep | None:
         """The bound for errors of variance ``limit``: a finer one at once, a coarser one step by step."""
-        target = _levels.bound_for(limit, site.dtype)
+        target = _levels.bound_for(limit, site.dtype, site.curve)
         if target <= 0:
             return None
         before = self._targets.get(site.site, target)
@@ -244,7 +257,8 @@ class Budget(Adaptive):
             target = min(target, _STRIDE * now)
         value = _levels.settle(target, now if is_level else None)
         scale = 1.0 if site.unit == "std" else site.std or 0.0
-        if value < _levels.finest(site.dtype) * scale:
+        finest = _FINEST_PROBABILITY if site.unit == "probability" else _levels.finest(site.dtype) * scale
+        if value < finest:
             return Keep(f"its share of noise asks for a bound too fine to save memory ({value:.2g})")
         return BoundRule(value, site.unit)
 

@@ -118,7 +118,7 @@ class Comet(Adaptive):
         soon = self._next - 2 - _SHADOW_STEPS <= step < self._next - 2
         return Adaptive.wants(self, step) or (Wish(shadow=True) if soon else None)
 
-    def _start(self, family: str) -> BoundRule | Keep:
+    def _start(self, op: str, family: str) -> BoundRule | Keep:
         return self._others if self._rules else _FIRST_PERIOD
 
     def _share(self, claim: Claim) -> None:
