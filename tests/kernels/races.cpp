@@ -1,12 +1,13 @@
-// Data races of an emulated kernel, by the rules of CUDA: g++ calls a hook at every access to memory (-fsanitize=thread,
-// with these hooks in place of its library), and simt.h tells when threads meet.
+// Data races of an emulated kernel, by the rules of CUDA: g++ calls a hook at every access to memory
+// (-fsanitize=thread, with these hooks in place of its library), and simt.h tells when threads meet.
 //
 // Two accesses to a byte by different threads, one of which writes, are a race, unless both are atomic or volatile, or
 // - the threads are of one block, and __syncthreads lies between;
-// - they are lanes of one warp, and a __syncwarp that both take part in lies between. Votes, shuffles and reductions make
-//   lanes meet, but order nothing in memory: so the CUDA C++ Programming Guide has it.
-// What blocks leave for each other with a fence is not modelled: it would be reported. Values that are handed over in a
-// single atomic or volatile word are fine. Whether two accesses race does not depend on the order in which lanes ran here.
+// - they are lanes of one warp, and a __syncwarp that both take part in lies between. Votes, shuffles and reductions
+//   make lanes meet, but order nothing in memory: so the CUDA C++ Programming Guide has it.
+// What blocks leave for each other with a fence is not modelled: it would be reported. Values that are handed over in
+// a single atomic or volatile word are fine. Whether two accesses race does not depend on the order in which lanes ran
+// here.
 //
 // This file is compiled without hooks of its own. It knows accesses as 64 bits: block, barriers passed, thread, clock.
 
@@ -99,12 +100,14 @@ bool is_before(Access access, unsigned thread) {
 
 void report(bool writes, uintptr_t address, Access other, bool other_wrote, uint32_t from, uint32_t other_from) {
   char text[400], where[80];
-  if (fixed.holds(address) || dynamic.holds(address))
-    snprintf(where, sizeof where, "byte %zu of %s shared memory", size_t(address - (fixed.holds(address) ? fixed : dynamic).begin),
-             fixed.holds(address) ? "static" : "dynamic");
+  if (fixed.holds(address))
+    snprintf(where, sizeof where, "byte %zu of static shared memory", size_t(address - fixed.begin));
+  else if (dynamic.holds(address))
+    snprintf(where, sizeof where, "byte %zu of dynamic shared memory", size_t(address - dynamic.begin));
   else
     snprintf(where, sizeof where, "global memory at %p", reinterpret_cast<void*>(address));
-  snprintf(text, sizeof text, "race: %s %s, which block %u, thread %u %s, with nothing between that orders them [0x%x, 0x%x]",
+  snprintf(text, sizeof text,
+           "race: %s %s, which block %u, thread %u %s, with nothing between that orders them [0x%x, 0x%x]",
            writes ? "writes" : "reads", where, other.block(), other.thread(), other_wrote ? "has written" : "has read",
            from, other_from);
   simt_race(text);
@@ -125,11 +128,12 @@ void touch(uintptr_t address, bool writes, Kind kind, uint32_t from) {
       return;
     }
     if (!cell.others) cell.others = new std::vector<std::pair<Access, uint32_t>>;
-    for (auto& other : *cell.others)
-      if (other.first.thread() == thread && other.first.block() == mine.block() && other.first.is_atomic() == mine.is_atomic()) {
-        other = {mine, from};
-        return;
-      }
+    for (auto& other : *cell.others) {
+      const Access known = other.first;
+      if (known.thread() != thread || known.block() != mine.block() || known.is_atomic() != mine.is_atomic()) continue;
+      other = {mine, from};
+      return;
+    }
     cell.others->push_back({mine, from});
     return;
   }
@@ -145,7 +149,8 @@ void access(const void* pointer, size_t nbytes, bool writes, Kind kind, const vo
   if (simt_running < 0) return;
   const uintptr_t address = reinterpret_cast<uintptr_t>(pointer);
   if (stacks.holds(address)) return;
-  if (image.holds(address) && !fixed.holds(address) && !dynamic.holds(address)) return;  // the emulator's own, constants
+  const bool is_shared = fixed.holds(address) || dynamic.holds(address);
+  if (image.holds(address) && !is_shared) return;  // the emulator's own, and constants
   const uint32_t place = reinterpret_cast<uintptr_t>(from) - image.begin - 1;  // within the call
   for (size_t i = 0; i < nbytes; i++) touch(address + i, writes, kind, place);
 }

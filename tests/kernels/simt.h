@@ -210,7 +210,7 @@ inline void caught(int signal, siginfo_t* info, void*) {
 extern "C" inline __attribute__((used)) void simt_race(const char* what) { fail("%s", what); }
 #endif
 
-// A declaration's place in static shared memory, found when a thread first comes by; the number tells declarations apart.
+// A declaration's place in static shared memory, found when a thread first comes by. NUMBER tells declarations apart.
 template <class T, unsigned NUMBER, unsigned ALIGNMENT>
 T& shared_of() {
     static const unsigned offset = [] {

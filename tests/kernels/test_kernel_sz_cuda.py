@@ -189,6 +189,7 @@ def tensors(instance: Instance) -> Iterator[tuple[Tensor, Bound]]:
         yield x.to(instance.dtype).permute(order).contiguous().permute(inverse), Bound(value, axes)
 
 
+STARTS = [(3, 4697), (1, 1), (0, 2), (2, 31), (0, 127), (0, 128), (1, 1023), (0, 1024), (0, 4096), (4, 4097)]
 WATCHED = [INSTANCES[number] for number in (3, 5, 10, 12, 13, 15, 19, 33)]  # for races; one of each kind and more
 
 
@@ -218,18 +219,7 @@ def test_starts_and_lengths(instance: Instance) -> None:
     values = torch.randn(4700)
     values = (values.relu() if instance.zeros else values).to(instance.dtype)
     plan = instance.plan(values, Bound.absolute(0.7))
-    for start, count in [
-        (3, 4697),
-        (1, 1),
-        (0, 2),
-        (2, 31),
-        (0, 127),
-        (0, 128),
-        (1, 1023),
-        (0, 1024),
-        (0, 4096),
-        (4, 4097),
-    ]:
+    for start, count in STARTS:
         check(values[start : start + count], instance.codec, plan, seed=start)
 
 
