@@ -1,6 +1,5 @@
 """The CUDA twin of ``sz`` under the emulator, against the codec: the same bytes for ``blocks``; for ``rans``, whose
-escapes may stand in any order, each reads what the other wrote and finds the same values.
-"""
+escapes may stand in any order, each reads what the other wrote and finds the same values."""
 
 from __future__ import annotations
 
